@@ -1,0 +1,96 @@
+"""The demo model that is trained here: every mechanism on, text only, small enough for a laptop."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """8 layers of width 160 and one draft block.
+
+    Token ids are those of the demo tokenizer: 3 is `<｜System｜>`, which is also the drafts' noise, and 4 the image
+    placeholder, which a text-only model never sees.
+    """
+    return ConfigDict(
+        {
+            "architectures": ["DeepseekV41ForCausalLM"],
+            "model_type": "deepseek_v41",
+            "dtype": "bfloat16",
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+            "image_token_id": 4,
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [32, 32],
+                "scale_fmt": "ue8m0",
+                "expert_dtype": "fp4",
+            },
+            "text_config": {
+                "model_type": "deepseek_v41_text",
+                "vocab_size": 4096,
+                "hidden_size": 160,
+                "moe_intermediate_size": 128,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 1,
+                "head_dim": 64,
+                "qk_rope_head_dim": 16,
+                "q_lora_rank": 96,
+                "o_lora_rank": 64,
+                "o_groups": 2,
+                "hidden_act": "silu",
+                "swiglu_limit": 10.0,
+                "rms_norm_eps": 1e-20,
+                "attention_bias": False,
+                "attention_dropout": 0.0,
+                "initializer_range": 0.02,
+                "use_cache": True,
+                "tie_word_embeddings": False,
+                "max_position_embeddings": 8192,
+                "rope_theta": 10000,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 16,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "original_max_position_embeddings": 512,
+                },
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 2,
+                "scoring_func": "sqrtsoftplus",
+                "topk_method": "noaux_tc",
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 1.5,
+                "sliding_window": 64,
+                "compress_ratios": [0] + [2] * 3 + [1] * 4 + [0],
+                "compress_rope_theta": 160000,
+                "kv_source_layer_ids": [1, 4],
+                "index_source_layer_ids": [1, 3, 4, 6],
+                "index_n_heads": 4,
+                "index_head_dim": 32,
+                "index_topk": 32,
+                "candidate_source_layer_id": 4,
+                "candidate_topk_blocks": 10,
+                "candidate_block_size": 4,
+                "hc_mult": 4,
+                "hc_sinkhorn_iters": 20,
+                "hc_eps": 1e-06,
+                "engram_layer_ids": [0, 2],
+                "engram_num_embeddings": [24064, 24336],
+                "engram_max_ngram_size": 4,
+                "engram_vocab_size": 4000,
+                "engram_n_heads": 2,
+                "engram_head_dim": 32,
+                "engram_pad_token_id": 2,
+                "engram_compressed_vocab_size": 4000,
+                "num_nextn_predict_layers": 1,
+                "dspark_block_size": 5,
+                "dspark_noise_token_id": 3,
+                "dspark_target_layer_ids": [5, 6, 7],
+                "dspark_markov_rank": 64,
+                "dspark_n_routed_experts": 4,
+                "dspark_num_experts_per_tok": 2,
+            },
+        }
+    )

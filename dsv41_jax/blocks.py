@@ -1,0 +1,197 @@
+"""One layer of the model: two mHC sublayers, CSA2 attention and MoE, over whatever keeps the keys (a `KeyStore`)."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from jax import Array
+
+from dsv41_jax import hyper_connections as hc
+from dsv41_jax import indexer as index
+from dsv41_jax.compressor import Compressor
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.csa2 import Attention
+from dsv41_jax.indexer import Indexer
+from dsv41_jax.layer_map import Mode
+from dsv41_jax.layer_plan import Run
+from dsv41_jax.moe import MoE
+from dsv41_jax.norms import RMSNorm
+from dsv41_jax.numerics import Numerics
+
+Params = dict[str, Any]
+
+
+class KeyStore(Protocol):
+    """Where a block of tokens finds keys: caches (`cache.CachedBlock`) or the block itself (`packed.PackedSamples`).
+
+    `state` is a pytree that the layer loop carries; `slot` counts the KV sources of one ratio.
+    """
+
+    def angles(self, compressed: bool) -> tuple[Array, Array]:
+        """cos and sin [B, t, rope/2] of the tokens, for a layer with (or without) a compressed stream."""
+
+    def window(self, state: Any, layer: Array | int, rows: Array) -> tuple[Any, Array, Array]:
+        """Take the layer's window rows [B, t, d]; return state, keys [B, n, d], mask [B, t, n]."""
+
+    def add_entries(self, state: Any, compressor: Compressor, params: Params, y: Array, slot: Array | int) -> Any:
+        """Compress the tokens y [B, t, D] of a KV source and append the entries."""
+
+    def index_keys(self, state: Any, ratio: int, slot: Array | int) -> Array:
+        """Index keys [B, N, index_head_dim] of a source."""
+
+    def selected(self, state: Any, ratio: int, slot: Array | int, selection: Array) -> tuple[Array, Array]:
+        """Main KV and mask of a selection [B, t, K], in one of the two forms of `csa2.attend`."""
+
+    def visible(self, ratio: int) -> Array:
+        """bool [B, t, N]: entries whose group is complete at the query's position."""
+
+    def newest_block(self, ratio: int) -> Array:
+        """int32 [B, t]: candidate block of the query's newest visible entry, negative if none."""
+
+    def entry_block(self, ratio: int) -> Array | None:
+        """int32 [B, N] candidate block of each entry; None when blocks are consecutive entries."""
+
+
+def attention_module(config: ModelConfig, numerics: Numerics) -> Attention:
+    """The attention projections of any layer."""
+    return Attention(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        q_lora=config.q_lora_rank,
+        o_lora=config.o_lora_rank,
+        o_groups=config.o_groups,
+        eps=config.rms_norm_eps,
+        numerics=numerics,
+    )
+
+
+def moe_module(config: ModelConfig, numerics: Numerics, draft: bool = False) -> MoE:
+    """The experts of a backbone layer or of a draft block."""
+    return MoE(
+        n_experts=config.dspark_n_routed_experts if draft else config.n_routed_experts,
+        topk=config.dspark_num_experts_per_tok if draft else config.num_experts_per_tok,
+        inter=config.moe_intermediate_size,
+        scoring=config.scoring_func,
+        normalise=config.norm_topk_prob,
+        route_scale=config.routed_scaling_factor,
+        limit=config.swiglu_limit,
+        numerics=numerics,
+    )
+
+
+def compressor_module(config: ModelConfig, numerics: Numerics, ratio: int) -> Compressor:
+    """The compressor of a KV source."""
+    return Compressor(ratio, config.head_dim, config.index_head_dim, config.rms_norm_eps, numerics)
+
+
+def indexer_module(config: ModelConfig, numerics: Numerics) -> Indexer:
+    """The indexer of an index source."""
+    return Indexer(config.index_n_heads, config.index_head_dim, numerics)
+
+
+def block(
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    x: Array,
+    pre: Array,
+    attention: Callable[[Array], Array],
+    image_mask: Array | None,
+    draft: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Attention and FFN sublayers around the residual streams.
+
+    Args:
+        params: one layer of `layers` or `mtp.layers`.
+        x: streams [B, t, C, D]. pre: collapse weights handed over by the sublayer before, float32 [B, t, C].
+        attention: normed input [B, t, D] -> output [B, t, D].
+
+    Returns:
+        streams, this block's FFN `pre` (for the next block), chosen experts [B, t, k].
+    """
+    connect = hc.HyperConnection(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
+    norm = RMSNorm(config.rms_norm_eps, numerics)
+
+    pre_attn, post, comb = connect.apply({"params": params["hc_attn"]}, x)
+    y = norm.apply({"params": params["attn_norm"]}, hc.collapse(x, pre, numerics))
+    x = hc.expand(attention(y), x, post, comb, numerics)
+
+    pre_ffn, post, comb = connect.apply({"params": params["hc_ffn"]}, x)
+    y = norm.apply({"params": params["ffn_norm"]}, hc.collapse(x, pre_attn, numerics))
+    u, experts = moe_module(config, numerics, draft).apply({"params": params["ffn"]}, y, image_mask)
+    return hc.expand(u, x, post, comb, numerics), pre_ffn, experts
+
+
+class Sharing:
+    """What a group of layers shares: the newest selection, and the candidate pool."""
+
+    def __init__(self, selection: Array | None = None, pool: Array | None = None):
+        self.selection = selection
+        self.pool = pool
+
+
+def csa2_attention(
+    config: ModelConfig,
+    numerics: Numerics,
+    run: Run,
+    params: Params,
+    layer_params: Params,
+    keys: KeyStore,
+    state: Any,
+    shared: Sharing,
+    layer: Array | int,
+    kv_slot: Array | int,
+    index_slot: Array | int,
+    pick: Callable[[Any, Array | int], Any],
+    y: Array,
+) -> tuple[Array, Any]:
+    """Attention of one layer by its mode in the layer-share map; updates `shared` and returns output and state.
+
+    Args:
+        params: the whole tree (for `compressors` and `indexers`). layer_params: the layer's `attn` subtree.
+        kv_slot, index_slot: the layer's sources, by key from the map. pick: takes one element of a stacked subtree.
+        y: normed input [B, t, D].
+    """
+    module = attention_module(config, numerics)
+    variables = {"params": layer_params}
+    cos, sin = keys.angles(run.ratio > 0)
+    qr, q = module.apply(variables, y, cos, sin, method="queries")
+    rows = module.apply(variables, y, cos, sin, method="window_rows")
+    state, window_kv, window_mask = keys.window(state, layer, rows)
+
+    if run.mode is Mode.FULL:
+        compressor = compressor_module(config, numerics, run.ratio)
+        source = pick(params["compressors"][f"r{run.ratio}"], kv_slot)
+        state = keys.add_entries(state, compressor, source, y, kv_slot)
+    if run.mode in (Mode.FULL, Mode.REINDEX):
+        source = pick(params["indexers"], index_slot)
+        queries, weights = indexer_module(config, numerics).apply({"params": source}, qr, y, cos, sin)
+        scores = index.index_scores(queries, weights, keys.index_keys(state, run.ratio, kv_slot), numerics)
+        shared.selection, shared.pool = select_entries(config, run, keys, jax.lax.stop_gradient(scores), shared.pool)
+
+    selected_kv = selected_mask = None
+    if run.mode is not Mode.WINDOW:
+        selected_kv, selected_mask = keys.selected(state, run.ratio, kv_slot, shared.selection)
+    o = module.apply(variables, q, window_kv, window_mask, selected_kv, selected_mask, method="attend")
+    return module.apply(variables, o, cos, sin, method="output"), state
+
+
+def select_entries(
+    config: ModelConfig, run: Run, keys: KeyStore, scores: Array, pool: Array | None
+) -> tuple[Array, Array | None]:
+    """Selection [B, t, index_topk] and the candidate pool after this index source."""
+    visible = allowed = keys.visible(run.ratio)
+    entry_block = keys.entry_block(run.ratio)
+    if run.pool == "builds":
+        pool = index.candidate_blocks(
+            scores,
+            visible,
+            keys.newest_block(run.ratio),
+            entry_block,
+            config.candidate_block_size,
+            config.candidate_topk_blocks,
+        )
+    elif run.pool == "searches":
+        allowed = visible & index.pool_mask(pool, scores.shape[-1], entry_block, config.candidate_block_size)
+    return index.select(scores, allowed, config.index_topk), pool

@@ -1,0 +1,152 @@
+"""Parameter leaves that are filled piece by piece where they will live.
+
+A leaf may be far larger than the host's memory, and a process may own only some shards of it. So each local shard is
+allocated once as a zero array on its device, and blocks are written into it by a donated `dynamic_update_slice`, which works
+in place (on the CPU backend too). No collective runs and no other copy of the leaf exists. Small leaves are put together on
+the host instead, which saves compiling an update for each of their shapes.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Sharding
+
+from dsv41_jax.checkpoint.names import LeafPath
+
+SMALL_LEAF_BYTES = 1 << 20
+_IN_FLIGHT_BYTES = 64 << 20  # host blocks that may wait for their transfer, since dispatch is asynchronous
+
+Placement = Callable[[str], Sharding | None]
+Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(target: Array, block: Array, start: tuple[Array, ...]) -> Array:
+    return jax.lax.dynamic_update_slice(target, block, start)
+
+
+def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device | None) -> Array:
+    # UE8M0 has no zero, so one-byte types are made as bytes.
+    one_byte = np.dtype(dtype).itemsize == 1
+    zeros = jnp.zeros(shape, jnp.uint8 if one_byte else dtype, device=device)
+    return _as_type(zeros, dtype) if one_byte and dtype != np.uint8 else zeros
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _as_type(raw: Array, dtype: np.dtype) -> Array:
+    return jax.lax.bitcast_convert_type(raw, dtype)
+
+
+@dataclass
+class _Piece:
+    """One local shard: where it lies in the leaf, on which device (None = the default one), and its array."""
+
+    box: Box
+    device: jax.Device | None
+    array: Array | np.ndarray
+
+
+class _LeafBuffer:
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None):
+        self.shape, self.sharding, self.filled = shape, sharding, 0
+        boxes: dict[jax.Device | None, Box] = {None: tuple((0, n) for n in shape)}
+        if sharding is not None:
+            local = sharding.addressable_devices_indices_map(shape)
+            boxes = {
+                d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in local.items()
+            }
+        self.pieces = []
+        for device, box in boxes.items():
+            local_shape = tuple(stop - start for start, stop in box)
+            small = np.prod(local_shape) * dtype.itemsize <= SMALL_LEAF_BYTES
+            array = np.empty(local_shape, dtype) if small else _allocate(local_shape, dtype, device)
+            self.pieces.append(_Piece(box, device, array))
+
+    def finish(self) -> Array:
+        for piece in self.pieces:
+            if isinstance(piece.array, np.ndarray):
+                # A copy, so that the buffer belongs to the runtime and can be donated later.
+                piece.array = jax.device_put(piece.array, piece.device, may_alias=False)
+        if self.sharding is None:
+            return self.pieces[0].array
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [p.array for p in self.pieces])
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return both if all(p < q for p, q in both) else None
+
+
+class Destination:
+    """All leaves of a pytree under construction.
+
+    Args:
+        leaves: {path: (shape, dtype)}.
+        placement: sharding of a leaf by its dotted path; None, or a result of None, means the default device.
+    """
+
+    def __init__(self, leaves: dict[LeafPath, tuple[tuple[int, ...], np.dtype]], placement: Placement | None = None):
+        self._buffers = {
+            path: _LeafBuffer(shape, np.dtype(dtype), placement(".".join(path)) if placement else None)
+            for path, (shape, dtype) in leaves.items()
+        }
+        self._in_flight = 0
+        self._touched: set[LeafPath] = set()
+
+    @staticmethod
+    def _box(index: tuple[int, ...], rows: tuple[int, int], tail: tuple[int, ...]) -> Box:
+        return (*((i, i + 1) for i in index), rows, *((0, n) for n in tail))
+
+    def wants(self, path: LeafPath, index: tuple[int, ...], rows: tuple[int, int]) -> bool:
+        """Whether some shard of this process overlaps these rows of the tensor at `index`."""
+        buffer = self._buffers[path]
+        box = self._box(index, rows, buffer.shape[len(index) + 1 :])
+        return any(_overlap(piece.box, box) for piece in buffer.pieces)
+
+    def skip(self, path: LeafPath, index: tuple[int, ...], rows: tuple[int, int]) -> None:
+        """Count rows as dealt with that belong to other processes only."""
+        buffer = self._buffers[path]
+        buffer.filled += (rows[1] - rows[0]) * int(np.prod(buffer.shape[len(index) + 1 :], dtype=np.int64))
+
+    def put(self, path: LeafPath, index: tuple[int, ...], start: int, block: np.ndarray) -> None:
+        """Write rows [start, start + len(block)) of the tensor at stack index `index`; `block` must not change later."""
+        buffer = self._buffers[path]
+        box = self._box(index, (start, start + len(block)), block.shape[1:])
+        stacked = block.reshape((1,) * len(index) + block.shape)
+        for piece in buffer.pieces:
+            both = _overlap(piece.box, box)
+            if both is None:
+                continue
+            part = stacked[tuple(slice(p - q, r - q) for (p, r), (q, _) in zip(both, box, strict=True))]
+            corner = tuple(p - q for (p, _), (q, _) in zip(both, piece.box, strict=True))
+            if isinstance(piece.array, np.ndarray):
+                piece.array[tuple(slice(c, c + n) for c, n in zip(corner, part.shape, strict=True))] = part
+                continue
+            if piece.device is not None:
+                part = jax.device_put(part, piece.device)
+            piece.array = _update(piece.array, part, tuple(np.int32(c) for c in corner))
+            self._in_flight += part.nbytes
+            self._touched.add(path)
+        buffer.filled += block.size
+        if self._in_flight > _IN_FLIGHT_BYTES:
+            self._wait()
+
+    def _wait(self) -> None:
+        jax.block_until_ready([piece.array for path in self._touched for piece in self._buffers[path].pieces])
+        self._in_flight = 0
+        self._touched.clear()
+
+    def finish(self) -> dict[LeafPath, Array]:
+        """The finished leaves. ValueError if some slot was filled not exactly once."""
+        self._wait()
+        for path, buffer in self._buffers.items():
+            if buffer.filled != np.prod(buffer.shape, dtype=np.int64):
+                raise ValueError(
+                    f"{'.'.join(path)}: {buffer.filled} values were placed in a leaf of shape {buffer.shape}"
+                )
+        return {path: buffer.finish() for path, buffer in self._buffers.items()}

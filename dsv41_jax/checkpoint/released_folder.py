@@ -1,0 +1,198 @@
+"""A released-format folder, checked as a whole before any tensor is read.
+
+`ReleasedFolder.open` reads `config.json`, the index and the headers of the safetensors files, and compares them with
+the manifest that the configuration implies. Only a folder in which every tensor is accounted for gets any further.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from dsv41_jax.checkpoint.manifest import manifest
+from dsv41_jax.checkpoint.names import canonical
+from dsv41_jax.checkpoint.safetensors_file import CheckpointError, TensorEntry, read, read_header, unique_keys
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram_tables import EngramTable, FileTable, FileTensor, HostTable
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_SHOWN = 10  # offenders spelled out in one message
+
+
+def _complain(folder: Path, problems: list[str], advice: str) -> None:
+    if not problems:
+        return
+    more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    noun = "problem" if len(problems) == 1 else "problems"
+    raise CheckpointError(
+        f"{folder}: {len(problems)} {noun}:\n  " + "\n  ".join(problems[:_SHOWN]) + more + f"\n{advice}"
+    )
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    try:
+        return ModelConfig.from_json(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); a released-format folder holds config.json"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    """{tensor name: file name} and metadata.total_size of an index, with every file name a plain name."""
+    try:
+        index = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_keys)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: bad index: {error}; fetch the file again") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: bad index: it holds no weight_map; fetch the file again")
+    for name, file in weight_map.items():
+        # Nothing outside the folder may be named: no separators, no "..", no drive letters.
+        if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\:\0"):
+            raise CheckpointError(
+                f"{path}: bad index: tensor {name!r} lies in {file!r}, not a safetensors file of this folder"
+            )
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is not None and (isinstance(total, bool) or not isinstance(total, int | float)):
+        raise CheckpointError(f"{path}: bad index: metadata.total_size is {total!r}, not a number")
+    return weight_map, total
+
+
+def _indexed_entries(folder: Path) -> list[TensorEntry]:
+    path = folder / INDEX_FILE
+    weight_map, total = _read_index(path)
+    files = sorted(set(weight_map.values()))
+    absent = [f"{file}: named in {INDEX_FILE} but not in the folder" for file in files if not (folder / file).is_file()]
+    stray = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in files)
+    absent += [f"{file}: in the folder but not named in {INDEX_FILE}" for file in stray]
+    _complain(folder, absent, "Fetch the missing files, or remove those that belong to another checkpoint.")
+    entries, problems = [], []
+    for file in files:
+        header, _ = read_header(folder / file)
+        entries += header.values()
+        problems += [
+            f"{name}: in {file}, but the index "
+            + (f"puts it in {weight_map[name]}" if name in weight_map else "does not name it")
+            for name in header
+            if weight_map.get(name) != file
+        ]
+        listed = (name for name, where in weight_map.items() if where == file and name not in header)
+        problems += [f"{name}: not in {file}, where the index puts it" for name in listed]
+    _complain(folder, problems, f"{INDEX_FILE} and the files do not belong together; fetch both from one revision.")
+    payload = sum(entry.nbytes for entry in entries)
+    if total is not None and total != payload:
+        raise CheckpointError(
+            f"{path}: bad index: metadata.total_size is {total} but the files hold {payload} bytes of tensors; "
+            "fetch index and files from one revision"
+        )
+    return entries
+
+
+def _all_entries(folder: Path) -> list[TensorEntry]:
+    if (folder / INDEX_FILE).is_file():
+        return _indexed_entries(folder)
+    if not (folder / SINGLE_FILE).is_file():
+        raise CheckpointError(
+            f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is here; this is not a complete released-format folder"
+        )
+    stray = sorted(p.name for p in folder.glob("*.safetensors") if p.name != SINGLE_FILE)
+    _complain(
+        folder,
+        [f"{name}: beside {SINGLE_FILE}, without an index" for name in stray],
+        f"Remove them, or fetch {INDEX_FILE}.",
+    )
+    return list(read_header(folder / SINGLE_FILE)[0].values())
+
+
+def _check_against_manifest(
+    folder: Path, config: ModelConfig, found: Iterable[TensorEntry]
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """{released name: entry} for exactly the tensors `config` implies, and the names ignored."""
+    entries: dict[str, TensorEntry] = {}
+    ignored, problems = [], []
+    for entry in found:
+        name = canonical(entry.name)
+        if name is None:
+            ignored.append(entry.name)
+        elif name in entries:
+            other = entries[name]
+            problems.append(
+                f"{entry.name} in {entry.file.name}: a second {name}; the first is {other.name} in {other.file.name}"
+            )
+        else:
+            entries[name] = entry
+    expected = manifest(config)
+    for name, spec in expected.items():
+        entry, shape = entries.get(name), spec.shape
+        if entry is None:
+            problems.append(f"{name}: missing; config.json implies {spec.dtype} {list(shape)}")
+        elif entry.shape != shape:
+            problems.append(
+                f"{name} in {entry.file.name}: shape {list(entry.shape)}, but config.json implies {list(shape)}"
+            )
+        elif entry.dtype != spec.dtype:
+            problems.append(
+                f"{name} in {entry.file.name}: dtype {entry.dtype}, but the released format has {spec.dtype}"
+            )
+    problems += [
+        f"{e.name} in {e.file.name}: unexpected; config.json implies no such tensor"
+        for n, e in entries.items()
+        if n not in expected
+    ]
+    _complain(folder, problems, "Use the config.json and tensor files of one released-format checkpoint.")
+    return {name: entries[name] for name in expected}, ignored
+
+
+@dataclass(frozen=True)
+class ReleasedFolder:
+    """A checked released-format folder.
+
+    Attributes:
+        path: the folder.
+        config: its configuration.
+        entries: {released name: where it lies}, exactly the manifest's tensors, in manifest order.
+        ignored: names of tensors that are there and not used (draft copies of embed and head).
+    """
+
+    path: Path
+    config: ModelConfig
+    entries: dict[str, TensorEntry]
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, path: str | Path) -> "ReleasedFolder":
+        """Read config, index and headers, and check all of it; no tensor bytes are read.
+
+        Raises:
+            CheckpointError: anything wrong with the folder, naming files and tensors (the first ten and their number).
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder")
+        config = _read_config(folder)
+        entries, ignored = _check_against_manifest(folder, config, _all_entries(folder))
+        return cls(folder, config, entries, tuple(ignored))
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in its released form."""
+        return read(self.entries[name])
+
+    def engram_table(self, layer: int, place: str, dtype: np.dtype = ml_dtypes.bfloat16) -> EngramTable:
+        """The table of an Engram layer off the device: read into host memory ("host") or left in the file ("mmap")."""
+        weight, scale = (self.entries[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
+        if place == "host":
+            return HostTable(read(weight), read(scale), dtype)
+        if place == "mmap":
+            return FileTable(
+                *(FileTensor(str(e.file), e.offset, *e.shape, e.numpy_dtype) for e in (weight, scale)), dtype
+            )
+        raise ValueError(f"an Engram table off the device is 'host' or 'mmap', not {place!r}")

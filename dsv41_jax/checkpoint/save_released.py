@@ -1,0 +1,195 @@
+"""Writer of the released format: parameters in any form, streamed tensor by tensor into a new folder.
+
+Stored forms are written byte for byte. Float weights are quantised as the release stores them: FP8 with one power-of-two
+scale per 32x32 block, FP4 and Engram rows with one per row and 32 columns, each the smallest that holds the block's largest
+value. Quantising values that came from a quantised weight gives those values again.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41_jax.checkpoint.names import LeafPath, NameMap, flatten, name_map
+from dsv41_jax.checkpoint.released_folder import INDEX_FILE, SINGLE_FILE, ReleasedFolder
+from dsv41_jax.checkpoint.safetensors_file import CheckpointError, TensorEntry, read_rows, write_file
+from dsv41_jax.checkpoint.storage import EXPERT_STORAGES, Storage, param_leaves, row_blocks, to_released
+from dsv41_jax.config import ModelConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+SHARD_BYTES = 5_000_000_000
+
+_slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
+
+
+def save_released(
+    params: dict,
+    config: ModelConfig,
+    folder: str | Path,
+    *,
+    source: ReleasedFolder | None = None,
+    tokenizer: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write `params` as a released-format folder: tensors, index if there are several files, config.json, tokenizer files.
+
+    Args:
+        params: the pytree of `load_params`, in any numerics and expert storage, or as float master weights. Every leaf must
+            be whole within this process.
+        config: its configuration.
+        folder: must not exist, or be empty. It appears under this name only when complete.
+        source: where tensors come from that `params` lacks (Engram tables kept off the device), and tokenizer files.
+        tokenizer: folder to copy tokenizer files from, instead of `source`.
+        shard_bytes: limit of one file's payload; a larger checkpoint is split, but never a weight from its scale.
+        progress: called with (bytes done, bytes in all) after each tensor.
+
+    Raises:
+        CheckpointError: the folder is occupied, a leaf is missing, superfluous, of a wrong shape or dtype, or not finite.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: already exists; give a new folder")
+    names = name_map(config)
+    leaves = dict(flatten(params))
+    _check_leaves(names, leaves, source)
+    shards = _plan_shards(names, shard_bytes)
+    total = sum(spec.nbytes for spec in names.specs.values())
+    reader = _TensorReader(names, leaves, source, (lambda done: progress(done, total)) if progress else None)
+    files = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        for file, shard in zip(files, shards, strict=True):
+            tensors = [(name, names.specs[name].dtype, names.specs[name].shape) for name in shard]
+            write_file(partial / file, tensors, reader.blocks, {"format": "pt"})
+        if len(shards) > 1:
+            weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        config.write(partial)
+        origin = Path(tokenizer) if tokenizer is not None else source.path if source is not None else None
+        for name in TOKENIZER_FILES if origin is not None else ():
+            if (origin / name).is_file():
+                shutil.copyfile(origin / name, partial / name)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _shard_name(i: int, n: int) -> str:
+    return f"model-{i + 1:05d}-of-{n:05d}.safetensors"
+
+
+def _check_leaves(names: NameMap, leaves: dict[LeafPath, jax.Array], source: ReleasedFolder | None) -> None:
+    """Every leaf is known and in a form that can be written; every tensor comes from a leaf, or whole from `source`."""
+    forms = [param_leaves(names, Storage(experts=experts)) for experts in EXPERT_STORAGES]
+    forms.append(param_leaves(names, Storage(float32=True)))
+    for path, leaf in leaves.items():
+        dotted = ".".join(path)
+        wanted = {form[path] for form in forms if path in form}
+        if not wanted:
+            raise CheckpointError(f"params.{dotted}: the configuration has no such tensor")
+        wanted |= {(shape, np.dtype(jnp.bfloat16)) for shape, dtype in wanted if dtype == np.float32}
+        if (leaf.shape, leaf.dtype) not in wanted:
+            allowed = " or ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype in wanted))
+            raise CheckpointError(f"params.{dotted}: {leaf.dtype} {list(leaf.shape)} cannot be written, only {allowed}")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise CheckpointError(f"params.{dotted}: is spread over several processes; gather it first")
+    for name, place in names.places.items():
+        in_source = source is not None and name in source.entries
+        if names.specs[name].kind.endswith("_scale"):
+            weight = leaves.get((*place.path[:-1], "weight"))
+            quantised = weight is not None and weight.dtype.itemsize == 1
+            if quantised != (place.path in leaves):
+                raise CheckpointError(f"{name}: params must hold a quantised weight and its scale together")
+            in_source |= weight is not None  # a float weight: its scale is made here
+        if place.path not in leaves and not in_source:
+            raise CheckpointError(
+                f"{name}: params has no leaf {'.'.join(place.path)}; give the folder it was loaded from as source"
+            )
+
+
+def _plan_shards(names: NameMap, limit: int) -> list[list[str]]:
+    """Tensor names per file, in manifest order up to `limit` bytes; within a file wide dtypes come first, for alignment."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    scales = {names.scale_of(name) for name in names.specs}
+    for name in names.specs:
+        if name in scales:
+            continue
+        scale = names.scale_of(name)
+        unit = [name] if scale is None else [name, scale]
+        nbytes = sum(names.specs[n].nbytes for n in unit)
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1] += unit
+        size += nbytes
+    width = {"F32": 4, "BF16": 2}
+    return [sorted(shard, key=lambda n: -width.get(names.specs[n].dtype, 1)) for shard in shards]
+
+
+class _TensorReader:
+    """Released tensors as blocks of rows, taken from parameter leaves or copied from a folder."""
+
+    def __init__(
+        self,
+        names: NameMap,
+        leaves: dict[LeafPath, jax.Array],
+        source: ReleasedFolder | None,
+        report: Callable[[int], None] | None,
+    ):
+        self._names, self._source, self._report = names, source, report
+        self._leaves = {path: _host_view(leaf) for path, leaf in leaves.items()}
+        self._scales: dict[str, list[np.ndarray]] = {}  # of weights quantised and written, until the scale's turn comes
+        self._done = 0
+
+    def blocks(self, name: str) -> Iterator[np.ndarray]:
+        """Blocks of the released tensor `name`. A scale comes after its weight."""
+        spec, place = self._names.specs[name], self._names.places[name]
+        if name in self._scales:
+            yield from self._scales.pop(name)
+        elif place.path not in self._leaves:
+            entry: TensorEntry = self._source.entries[name]
+            yield from (read_rows(entry, start, stop) for start, stop in row_blocks(spec.shape))
+        else:
+            yield from self._from_leaf(name)
+        self._done += spec.nbytes
+        if self._report:
+            self._report(self._done)
+
+    def _from_leaf(self, name: str) -> Iterator[np.ndarray]:
+        spec, place = self._names.specs[name], self._names.places[name]
+        scale_leaf = self._leaves.get((*place.path[:-1], "scale")) if spec.kind == "fp4" else None
+        for start, stop in row_blocks(spec.shape):
+            rows = _rows(self._leaves[place.path], place.index, start, stop)
+            row_scale = None
+            if rows.dtype.itemsize == 1 and scale_leaf is not None:
+                row_scale = _rows(scale_leaf, place.index, start, stop)
+            block, scale = to_released(rows, row_scale, spec)
+            if scale is not None:
+                self._scales.setdefault(self._names.scale_of(name), []).append(scale)
+            yield block
+
+
+def _host_view(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """A leaf on a CPU device as numpy, without a copy; other arrays as they are."""
+    if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1 and next(iter(leaf.devices())).platform == "cpu":
+        return np.asarray(leaf)
+    return leaf
+
+
+def _rows(leaf: jax.Array | np.ndarray, index: tuple[int, ...], start: int, stop: int) -> np.ndarray:
+    """Rows [start, stop) of the tensor at stack index `index`; only these leave the device."""
+    if isinstance(leaf, np.ndarray):
+        return leaf[index][start:stop]
+    tail = leaf.shape[len(index) + 1 :]
+    corner = tuple(np.int32(i) for i in (*index, start, *(0 for _ in tail)))
+    part = np.asarray(_slice(leaf, corner, (*(1 for _ in index), stop - start, *tail)))
+    return part.reshape(part.shape[len(index) :])

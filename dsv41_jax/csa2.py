@@ -1,0 +1,127 @@
+"""CSA2 attention: a causal window of raw positions and selected entries of a shared compressed stream, under one softmax.
+
+One latent KV vector per position serves all heads and is both key and value. A learned sink per head enters the denominator only.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dsv41_jax import quant
+from dsv41_jax.linear import Linear, weight_matrix
+from dsv41_jax.norms import RMSNorm
+from dsv41_jax.numerics import Numerics, einsum_f32
+from dsv41_jax.rope import rotate_tail
+
+_NO_KEY = -1e30
+
+
+def attend(
+    q: Array,
+    window_kv: Array,
+    window_mask: Array,
+    selected_kv: Array | None,
+    selected_mask: Array | None,
+    sink: Array,
+    numerics: Numerics,
+) -> Array:
+    """Softmax over window and selected keys together.
+
+    Args:
+        q: [B, t, H, d]. sink: float32 [H].
+        window_kv: [B, n, d] with window_mask bool [B, t, n].
+        selected_kv: None, or entries gathered for each query [B, t, K, d], or shared by the queries [B, N, d];
+            selected_mask bool [B, t, K or N].
+
+    Returns:
+        [B, t, H, d] in the activation dtype. Probabilities are rounded to it too (relative to the row maximum); the denominator is
+        not rounded. A query without any key yields exactly 0.
+    """
+    scale = jnp.float32(q.shape[-1] ** -0.5)
+    parts = [("bthd,bnd->bthn", "bthn,bnd->bthd", window_kv, window_mask)]
+    if selected_kv is not None:
+        gathered = selected_kv.ndim == 4
+        keys = ("bthd,btnd->bthn", "bthn,btnd->bthd") if gathered else parts[0][:2]
+        parts.append((*keys, selected_kv, selected_mask))
+    logits = [
+        jnp.where(mask[:, :, None, :], einsum_f32(scores, q, kv) * scale, -jnp.inf) for scores, _, kv, mask in parts
+    ]
+    peak = jnp.stack([jnp.max(part, axis=-1) for part in logits]).max(axis=0)
+    peak = jax.lax.stop_gradient(jnp.maximum(peak, _NO_KEY))
+    denominator = jnp.exp(sink.astype(jnp.float32) - peak)
+    total = jnp.zeros(q.shape, jnp.float32)
+    for part, (_, values, kv, _) in zip(logits, parts, strict=True):
+        p = jnp.exp(part - peak[..., None])
+        denominator = denominator + jnp.sum(p, axis=-1)
+        total = total + einsum_f32(values, numerics.round(p), kv)
+    return numerics.round(total / denominator[..., None])
+
+
+class Attention(nn.Module):
+    """The projections of an attention layer.
+
+    Parameters: wq_a [q_lora, D], q_norm [q_lora], wq_b [H * d, q_lora], wkv [d, D], kv_norm [d], attn_sink [H], wo_a [G * o_lora, H * d / G],
+    wo_b [D, G * o_lora]. Queries are normed in the low rank only, never per head.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    q_lora: int
+    o_lora: int
+    o_groups: int
+    eps: float
+    numerics: Numerics
+
+    def setup(self):
+        self.wq_a = Linear(self.q_lora, self.numerics)
+        self.q_norm = RMSNorm(self.eps, self.numerics)
+        self.wq_b = Linear(self.heads * self.head_dim, self.numerics)
+        self.wkv = Linear(self.head_dim, self.numerics)
+        self.kv_norm = RMSNorm(self.eps, self.numerics)
+        self.attn_sink = self.param("attn_sink", nn.initializers.zeros, (self.heads,))
+        self.wo_a = GroupedLinear(self.o_groups, self.o_lora, self.numerics)
+        self.wo_b = Linear(self.hidden, self.numerics)
+
+    def queries(self, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        """y [B, t, D], angles [B, t, rope/2] -> low-rank qr [B, t, q_lora] and rotated q [B, t, H, d]."""
+        qr = self.q_norm(self.wq_a(y))
+        q = self.wq_b(qr)
+        q = q.reshape(*q.shape[:-1], self.heads, self.head_dim)
+        return qr, rotate_tail(q, cos[..., None, :], sin[..., None, :], self.numerics)
+
+    def window_rows(self, y: Array, cos: Array, sin: Array) -> Array:
+        """Window KV of tokens [B, t, d]: normed, rotated, quantised to FP8 (in numerics that quantise)."""
+        kv = rotate_tail(self.kv_norm(self.wkv(y)), cos, sin, self.numerics)
+        return quant.fake_q8(kv) if self.numerics.quantize_activations else kv
+
+    def attend(self, q: Array, window_kv: Array, window_mask: Array, selected_kv, selected_mask) -> Array:
+        """See `attend`."""
+        return attend(q, window_kv, window_mask, selected_kv, selected_mask, self.attn_sink, self.numerics)
+
+    def output(self, o: Array, cos: Array, sin: Array) -> Array:
+        """o [B, t, H, d] -> [B, t, D]: rotated back, grouped low-rank map, output projection."""
+        o = rotate_tail(o, cos[..., None, :], sin[..., None, :], self.numerics, inverse=True)
+        return self.wo_b(self.wo_a(o.reshape(*o.shape[:-2], self.heads * self.head_dim)))
+
+
+class GroupedLinear(nn.Module):
+    """Block-diagonal map: group g of the input times rows g * features .. of the weight. The input is not quantised."""
+
+    groups: int
+    features: int
+    numerics: Numerics
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """[..., G * k] -> [..., G * features]."""
+        k = x.shape[-1] // self.groups
+        leaf = {"weight": self.param("weight", nn.initializers.normal(0.02), (self.groups * self.features, k))}
+        if self.has_variable("params", "scale"):
+            leaf["scale"] = self.get_variable("params", "scale")
+        matrix = weight_matrix(leaf, self.numerics, "fp8").reshape(self.groups, self.features, k)
+        grouped = x.reshape(-1, self.groups, k)
+        rows = jnp.concatenate([grouped, grouped]) if grouped.shape[0] == 1 else grouped  # see numerics.project_rows
+        y = einsum_f32("tgk,grk->tgr", rows, matrix)[: grouped.shape[0]]
+        return self.numerics.round(y).reshape(*x.shape[:-1], self.groups * self.features)

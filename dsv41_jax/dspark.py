@@ -1,0 +1,149 @@
+"""DSpark: draft blocks that propose the next tokens from the backbone's tapped streams.
+
+Each draft block keeps a window of KV rows made from one shared input per token (the tapped means, projected). A round feeds the anchor token
+and noise tokens through the blocks; a low-rank Markov head then adds what the previous token says, left to right.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dsv41_jax import hyper_connections as hc
+from dsv41_jax.blocks import Params, attention_module, block
+from dsv41_jax.cache import CacheArrays, ring_positions, ring_write
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.layer_loop import pick
+from dsv41_jax.linear import Linear
+from dsv41_jax.norms import RMSNorm
+from dsv41_jax.numerics import Numerics, project_rows
+from dsv41_jax.rope import angles, layer_frequencies
+
+
+def main_input(config: ModelConfig, numerics: Numerics, params: Params, taps: dict[int, Array]) -> Array:
+    """The draft blocks' input for each token: tapped means {layer: [B, t, D]} -> [B, t, D]."""
+    joined = jnp.concatenate([taps[layer] for layer in config.taps], axis=-1)
+    mtp = params["mtp"]
+    projected = Linear(config.hidden_size, numerics).apply({"params": mtp["main_proj"]}, joined)
+    return RMSNorm(config.rms_norm_eps, numerics).apply({"params": mtp["main_norm"]}, projected)
+
+
+def window_rows(config: ModelConfig, numerics: Numerics, params: Params, m: int, x: Array, positions: Array) -> Array:
+    """Window KV [B, t, d] of draft block m from tokens' inputs x [B, t, D]."""
+    cos, sin = angles(positions, layer_frequencies(config, False))
+    layer = pick(params["mtp"]["layers"], m)
+    return attention_module(config, numerics).apply({"params": layer["attn"]}, x, cos, sin, method="window_rows")
+
+
+def seed_windows(
+    config: ModelConfig, numerics: Numerics, params: Params, arrays: CacheArrays, taps: dict[int, Array], start: Array, n_valid: Array
+) -> CacheArrays:
+    """Add a block's tokens to every draft window."""
+    x = main_input(config, numerics, params, taps)
+    positions = start[:, None] + jnp.arange(x.shape[1])
+    ring = arrays.draft_window
+    for m in range(config.n_draft):
+        ring = ring_write(ring, m, window_rows(config, numerics, params, m, x, positions), start, n_valid)
+    return arrays.replace(draft_window=ring)
+
+
+def draft_hidden(
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    anchor: Array,
+    start: Array,
+    window_kv: list[Array],
+    window_mask: Array,
+) -> Array:
+    """Hidden states of one round.
+
+    Args:
+        anchor: int32 [B], the token at position start [B]; noise tokens follow it.
+        window_kv: per draft block, keys of earlier positions [B, n, d]; window_mask bool [B, n].
+
+    Returns:
+        [B, block, D], collapsed and not normed.
+    """
+    size = config.dspark_block_size
+    b = anchor.shape[0]
+    ids = jnp.full((b, size), config.dspark_noise_token_id, jnp.int32).at[:, 0].set(anchor)
+    positions = start[:, None] + jnp.arange(size)
+    cos, sin = angles(positions, layer_frequencies(config, False))
+    module = attention_module(config, numerics)
+    embedded = params["embed"]["weight"][ids].astype(numerics.dtype)
+    x = jnp.broadcast_to(embedded[:, :, None], (b, size, config.hc_mult, config.hidden_size))
+    pre = hc.identity_mix((b, size), config.hc_mult)
+    n = window_mask.shape[-1]
+    mask = jnp.concatenate(
+        [jnp.broadcast_to(window_mask[:, None], (b, size, n)), jnp.ones((b, size, size), bool)], axis=-1
+    )
+    for m in range(config.n_draft):
+        layer = pick(params["mtp"]["layers"], m)
+
+        def attention(y: Array, m: int = m, layer: Any = layer) -> Array:
+            variables = {"params": layer["attn"]}
+            _, q = module.apply(variables, y, cos, sin, method="queries")
+            own = module.apply(variables, y, cos, sin, method="window_rows")
+            keys = jnp.concatenate([window_kv[m].astype(own.dtype), own], axis=1)
+            o = module.apply(variables, q, keys, mask, None, None, method="attend")
+            return module.apply(variables, o, cos, sin, method="output")
+
+        x, pre, _ = block(config, numerics, layer, x, pre, attention, None, draft=True)
+    return hc.collapse(x, pre, numerics)
+
+
+def base_logits(config: ModelConfig, numerics: Numerics, params: Params, hidden: Array) -> Array:
+    """Logits before the Markov bias: [..., D] -> float32 [..., V]."""
+    h = RMSNorm(config.rms_norm_eps, numerics).apply({"params": params["mtp"]["norm"]}, hidden)
+    return project_rows(h, params["head"]["weight"].astype(numerics.dtype))
+
+
+def markov(numerics: Numerics, params: Params, previous: Array) -> tuple[Array, Array]:
+    """Embedding [..., rank] and logit bias float32 [..., V] of the previous token ids [...]."""
+    e = params["mtp"]["markov_head"]["embed"]["weight"][previous].astype(numerics.dtype)
+    return e, project_rows(e, params["mtp"]["markov_head"]["head"]["weight"].astype(numerics.dtype))
+
+
+def confidence(params: Params, hidden: Array, embedding: Array) -> Array:
+    """Raw confidence float32 [...] from hidden [..., D] (before the norm) and the Markov embedding [..., rank]."""
+    joined = jnp.concatenate([hidden, embedding], axis=-1).astype(jnp.float32)
+    return project_rows(joined, params["mtp"]["confidence_head"]["proj"]["weight"].astype(jnp.float32))[..., 0]
+
+
+def draft(
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    arrays: CacheArrays,
+    anchor: Array,
+    start: Array,
+    temperature: Array,
+    key: Array,
+) -> tuple[Array, Array, Array]:
+    """One draft round after the backbone has processed `start` tokens of each row.
+
+    Args:
+        anchor: int32 [B], the next token, at position start [B]. temperature: float32 scalar, 0 for argmax. key: PRNG key.
+
+    Returns:
+        tokens int32 [B, block + 1] (the anchor first), logits float32 [B, block, V], raw confidence float32 [B, block].
+    """
+    ring = arrays.draft_window
+    held = ring_positions(start, ring.shape[-2])
+    window_mask = (held >= 0) & (held >= start[:, None] - config.sliding_window)
+    windows = [ring[m] for m in range(config.n_draft)]
+    hidden = draft_hidden(config, numerics, params, anchor, start, windows, window_mask)
+    base = base_logits(config, numerics, params, hidden)
+    previous, tokens, logits, scores = anchor, [anchor], [], []
+    for i in range(config.dspark_block_size):
+        e, bias = markov(numerics, params, previous)
+        logits.append(base[:, i] + bias)
+        scores.append(confidence(params, hidden[:, i], e))
+        greedy = jnp.argmax(logits[-1], axis=-1)
+        warm = jnp.maximum(temperature, 1e-6)
+        sampled = jax.random.categorical(jax.random.fold_in(key, i), logits[-1] / warm, axis=-1)
+        previous = jnp.where(temperature > 0, sampled, greedy).astype(jnp.int32)
+        tokens.append(previous)
+    return jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), jnp.stack(scores, axis=1)

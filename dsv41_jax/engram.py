@@ -1,0 +1,97 @@
+"""Engram: n-gram memory. Rows of a huge table, addressed by the last few tokens, are gated into the residual streams.
+
+    rows (24 x 256)  -> wkv -> one key per stream, one value for all
+    gate_c           = sigmoid(signed root of <stream_c, key_c>), both normalised
+    stream_c        += gate_c * value
+
+Which rows: `engram_hash`. Where they come from: `gather_rows` here (table on the device), or `engram_tables` (host
+memory, file).
+Source: report, Engram; spec section 10.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dsv41_jax import quant
+from dsv41_jax.linear import Linear
+from dsv41_jax.norms import rms_scale
+from dsv41_jax.numerics import Numerics
+
+if TYPE_CHECKING:
+    from dsv41_jax.config import ModelConfig
+
+# The root is taken of at least this, so that its slope stays finite where stream and key are orthogonal.
+_MIN_DOT = 1e-6
+
+
+def gather_rows(table: dict[str, Array], ids: Array, numerics: Numerics) -> Array:
+    """Rows of a table on the device, dequantised.
+
+    Args:
+        table: {"weight" [rows, width] in float8_e4m3fn, "scale" [rows, width/32] in float8_e8m0fnu}, or {"weight"} in a
+            float type.
+        ids: int32 [...], each inside the table (`EngramHasher` guarantees it; nothing is checked here).
+
+    Returns:
+        [..., width] in the activation dtype. Gathering comes first, so nothing of the table's size is made; the index
+        counts rows, which int32 holds, not numbers, which it does not.
+    """
+    rows = {name: leaf.at[ids].get(mode="promise_in_bounds") for name, leaf in table.items()}
+    if numerics.quantize_weights and "scale" not in rows:
+        return quant.fake_quantize_weight("fp8_rows", rows["weight"]).astype(numerics.dtype)
+    return quant.dequantize_weight(rows, numerics.dtype)
+
+
+def engram_gate(x: Array, key: Array, q_weight: Array, k_weight: Array, eps: float) -> Array:
+    """How much of the value each stream takes: float32 [B, T, C] in (0, 1).
+
+    Args:
+        x: residual streams [B, T, C, D].
+        key: one key per stream [B, T, C, D].
+        q_weight, k_weight: norm gains of the two [C, D].
+        eps: of both norms.
+    """
+    x, key = x.astype(jnp.float32), key.astype(jnp.float32)
+    gain = q_weight.astype(jnp.float32) * k_weight.astype(jnp.float32)
+    dot = jnp.sum(x * gain * key, axis=-1) * (rms_scale(x, eps) * rms_scale(key, eps))[..., 0]
+    dot = dot * jnp.float32(x.shape[-1] ** -0.5)
+    root = jnp.sqrt(jnp.maximum(jnp.abs(dot), jnp.float32(_MIN_DOT)))
+    return jax.nn.sigmoid(jnp.where(jnp.signbit(dot), -root, root))
+
+
+class Engram(nn.Module):
+    """Adds what the n-grams remember to the residual streams, before the block of its layer.
+
+    Parameters: wkv {weight, scale} [(C+1) D, columns * width], q_weight and k_weight [C, D]. The table is not among
+    them: its rows are an input.
+    """
+
+    config: ModelConfig
+    numerics: Numerics
+
+    @nn.compact
+    def __call__(self, x: Array, rows: Array, image_mask: Array | None = None) -> Array:
+        """New residual streams.
+
+        Args:
+            x: residual streams [B, T, C, D], activation dtype.
+            rows: [B, T, columns, width], dequantised.
+            image_mask: bool [B, T], True inside image spans, which take nothing; None is text only.
+        """
+        streams, width = x.shape[-2:]
+        ones = nn.initializers.ones
+        q_weight = self.param("q_weight", ones, (streams, width))
+        k_weight = self.param("k_weight", ones, (streams, width))
+        memory = rows.astype(self.numerics.dtype).reshape(*rows.shape[:-2], -1)
+        kv = Linear((streams + 1) * width, self.numerics, name="wkv")(memory).reshape(*x.shape[:-2], streams + 1, width)
+        key, value = kv[..., :streams, :], kv[..., streams:, :]  # [B, T, C, D], [B, T, 1, D]
+        gate = engram_gate(x, key, q_weight, k_weight, self.config.rms_norm_eps)
+        if image_mask is not None:
+            gate = jnp.where(image_mask[..., None], 0.0, gate)
+        return self.numerics.round(x.astype(jnp.float32) + gate[..., None] * value.astype(jnp.float32))

@@ -1,0 +1,91 @@
+"""Single-pass manifold-constrained hyper-connections (mHC): C residual streams, mixed by coefficients made from the streams.
+
+A sublayer (attention or FFN) reads one collapsed stream and its output is spread over all of them. The collapse weights lag by one
+sublayer: what a sublayer reads was mixed by the weights of the sublayer before it, and its own `pre` is handed on.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dsv41_jax.norms import rms_scale
+from dsv41_jax.numerics import Numerics, project_rows
+
+
+def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
+    """Doubly stochastic [C, C, n] from logits [C, C, n] (source, destination, token), float32; ends on a column pass."""
+    m = jax.nn.softmax(logits, axis=1) + eps
+    m = m / (jnp.sum(m, axis=0, keepdims=True) + eps)
+
+    def normalise(_, m):
+        m = m / (jnp.sum(m, axis=1, keepdims=True) + eps)
+        return m / (jnp.sum(m, axis=0, keepdims=True) + eps)
+
+    return jax.lax.fori_loop(0, iterations - 1, normalise, m)
+
+
+class HyperConnection(nn.Module):
+    """Coefficients of one sublayer from the streams.
+
+    Parameters: `fn` [(2+C)C, C*D], `base` [(2+C)C], `scale` [3], all float32.
+    """
+
+    iterations: int
+    hc_eps: float
+    norm_eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
+        """x [..., C, D] -> pre [..., C], post [..., C], comb [..., C source, C destination], float32."""
+        *lead, c, d = x.shape
+        rows = (2 + c) * c
+        fn = self.param("fn", nn.initializers.normal(0.02), (rows, c * d))
+        base = self.param("base", nn.initializers.zeros, (rows,))
+        scale = self.param("scale", nn.initializers.ones, (3,))
+        return coefficients(self.mix(x, fn), base, scale, c, self.iterations, self.hc_eps)
+
+    def mix(self, x: Array, fn: Array) -> Array:
+        """Projection of the flattened streams (copy-major); the norm's factor multiplies after it."""
+        *lead, c, d = x.shape
+        v = x.astype(jnp.float32).reshape(-1, c * d)
+        mix = project_rows(v, fn.astype(jnp.float32)) * rms_scale(v, self.norm_eps)
+        return mix.reshape(*lead, -1)
+
+
+def coefficients(
+    mix: Array, base: Array, scale: Array, c: int, iterations: int, hc_eps: float
+) -> tuple[Array, Array, Array]:
+    """pre, post and comb from mix [..., (2+C)C]; see `HyperConnection`."""
+    lead = mix.shape[:-1]
+    mix = mix.reshape(-1, mix.shape[-1])
+    pre = jax.nn.sigmoid(mix[:, :c] * scale[0] + base[:c]) + hc_eps
+    post = 2.0 * jax.nn.sigmoid(mix[:, c : 2 * c] * scale[1] + base[c : 2 * c])
+    logits = mix[:, 2 * c :] * scale[2] + base[2 * c :]
+    comb = sinkhorn(logits.T.reshape(c, c, -1), iterations, hc_eps)  # tokens last: vector lanes
+    comb = jnp.moveaxis(comb, -1, 0)
+    return pre.reshape(*lead, c), post.reshape(*lead, c), comb.reshape(*lead, c, c)
+
+
+def identity_mix(shape: tuple[int, ...], c: int) -> Array:
+    """The first block's collapse weights: one on copy 0. [*shape, C] float32."""
+    return jnp.broadcast_to(jax.nn.one_hot(0, c, dtype=jnp.float32), (*shape, c))
+
+
+def collapse(x: Array, pre: Array, numerics: Numerics) -> Array:
+    """Weighted sum of the streams: x [..., C, D], pre [..., C] -> [..., D]."""
+    total = sum(pre[..., c, None] * x[..., c, :].astype(jnp.float32) for c in range(x.shape[-2]))
+    return numerics.round(total)
+
+
+def expand(u: Array, x: Array, post: Array, comb: Array, numerics: Numerics) -> Array:
+    """Spread a sublayer's output u [..., D] over the streams x [..., C, D]: x'_k = post_k u + sum_j comb[j, k] x_j, one rounding."""
+    total = post[..., :, None] * u.astype(jnp.float32)[..., None, :]
+    for j in range(x.shape[-2]):
+        total = total + comb[..., j, :, None] * x[..., j, None, :].astype(jnp.float32)
+    return numerics.round(total)
+
+
+def stream_mean(x: Array, numerics: Numerics) -> Array:
+    """Plain mean of the copies [..., C, D] -> [..., D]: what the drafter taps."""
+    return numerics.round(jnp.mean(x.astype(jnp.float32), axis=-2))

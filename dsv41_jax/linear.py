@@ -1,0 +1,66 @@
+"""The model's linear maps: y = x W^T, float32 accumulation, one rounding, no bias.
+
+A subtree is {"weight"} in a float dtype, or {"weight", "scale"} in a stored format (see `quant.dequantize_weight`).
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from dsv41_jax import quant
+from dsv41_jax.numerics import Numerics, project_rows
+
+
+def weight_matrix(leaf: dict[str, Array], numerics: Numerics, stored_as: str | None) -> Array:
+    """The matrix a matmul uses: dequantised, or in training rounded through the format it will be stored in.
+
+    Args:
+        leaf: weight subtree, [..., out, in].
+        numerics: the numerics in use.
+        stored_as: "fp8", "fp4" or None (bf16 storage: nothing to round to).
+    """
+    if "scale" in leaf:
+        return quant.dequantize_weight(leaf, numerics.dtype)
+    weight = leaf["weight"]
+    if numerics.quantize_weights and stored_as is not None:
+        return quant.fake_quantize_weight(stored_as, weight)
+    return weight
+
+
+class Linear(nn.Module):
+    """x [..., in] -> [..., features] in the activation dtype.
+
+    Attributes:
+        features: rows of the weight.
+        numerics: numerics of activations.
+        quantized: the weight is stored in FP8, and the input is quantised to FP8 first (in numerics that quantise).
+    """
+
+    features: int
+    numerics: Numerics
+    quantized: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        leaf = self._leaf(x.shape[-1])
+        if self.quantized and self.numerics.quantize_activations:
+            x = quant.fake_q8(x)
+        matrix = weight_matrix(leaf, self.numerics, "fp8" if self.quantized else None)
+        return self.numerics.round(project_rows(x, matrix))
+
+    def _leaf(self, inner: int) -> dict[str, Array]:
+        leaf = {"weight": self.param("weight", nn.initializers.normal(0.02), (self.features, inner))}
+        if self.has_variable("params", "scale"):
+            leaf["scale"] = self.get_variable("params", "scale")
+        return leaf
+
+
+class LinearF32(nn.Module):
+    """x [..., in] -> float32 [..., features], unrounded: for weights the release stores in bf16 and multiplies in float32."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        weight = self.param("weight", nn.initializers.normal(0.02), (self.features, x.shape[-1]))
+        return project_rows(x.astype(jnp.float32), weight.astype(jnp.float32))

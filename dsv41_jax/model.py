@@ -1,0 +1,135 @@
+"""The model: embed -> encoder -> hand-over -> decoder -> head.
+
+Two forwards share every mechanism. `extend` runs a block of tokens against a cache (prefill and decode); `forward` runs whole samples without
+one (training, evaluation).
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from dsv41_jax import dspark
+from dsv41_jax import hyper_connections as hc
+from dsv41_jax.blocks import Params
+from dsv41_jax.cache import CacheArrays, CachedBlock
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram import gather_rows
+from dsv41_jax.layer_loop import LayerLoop, unstack
+from dsv41_jax.layer_plan import layer_plan
+from dsv41_jax.norms import RMSNorm
+from dsv41_jax.numerics import Numerics, project_rows
+from dsv41_jax.packed import PackedSamples
+
+
+def embed(params: Params, numerics: Numerics, token_ids: Array, image_mask: Array | None, image_embeds: Array | None) -> Array:
+    """Token embeddings [B, t, D], image spans replaced by their embeddings [B, t, D]."""
+    x = params["embed"]["weight"][token_ids].astype(numerics.dtype)
+    if image_embeds is None:
+        return x
+    return jnp.where(image_mask[..., None], image_embeds.astype(numerics.dtype), x)
+
+
+def engram_rows(params: Params, numerics: Numerics, memory: dict[str, Array]) -> dict[str, Array]:
+    """Rows of each Engram layer: looked up on the device where `memory` holds row numbers, as given where it holds rows."""
+
+    def rows(name: str, value: Array) -> Array:
+        if jnp.issubdtype(value.dtype, jnp.integer):
+            return gather_rows(params["engram"][name]["embed"], value, numerics)
+        return value.astype(numerics.dtype)
+
+    return {name: rows(name, value) for name, value in memory.items()}
+
+
+def backbone(config: ModelConfig, numerics: Numerics, loop: LayerLoop, embedded: Array, state, pool: Array | None):
+    """All layers: embedded [B, t, D] -> last hidden state [B, t, D] (not normed) and the key store's state."""
+    streams = (*embedded.shape[:2], config.hc_mult, config.hidden_size)
+    x = jnp.broadcast_to(embedded[:, :, None], streams)
+    pre = hc.identity_mix(embedded.shape[:2], config.hc_mult)
+    plan = layer_plan(config)
+    encoder = tuple(s for s in plan if s.first < config.decoder_start)
+    decoder = plan[len(encoder) :]
+    x, pre, state, pool = loop(encoder, x, pre, state, pool)
+    x, pre, state, pool = loop(decoder, x, pre, state, pool)  # the last KV source, and everything that reads it
+    return hc.collapse(x, pre, numerics), state
+
+
+def head(config: ModelConfig, numerics: Numerics, params: Params, hidden: Array) -> Array:
+    """hidden [..., D] -> logits float32 [..., V]."""
+    h = RMSNorm(config.rms_norm_eps, numerics).apply({"params": params["norm"]}, hidden)
+    return project_rows(h, params["head"]["weight"].astype(numerics.dtype))
+
+
+def initial_pool(config: ModelConfig, batch: int, t: int, blocks: int) -> Array | None:
+    """An empty candidate pool of the shape its builder returns; None without a candidate source."""
+    if config.candidate_source_layer_id is None:
+        return None
+    return jnp.full((batch, t, min(config.candidate_topk_blocks, blocks)), -1, jnp.int32)
+
+
+def extend(
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    arrays: CacheArrays,
+    token_ids: Array,
+    start: Array,
+    n_valid: Array,
+    memory: dict[str, Array],
+    image_mask: Array | None = None,
+    image_embeds: Array | None = None,
+    all_logits: bool = False,
+    record: dict | None = None,
+) -> tuple[Array, CacheArrays]:
+    """Run a block of tokens of each row against the cache, and add them to it.
+
+    Args:
+        token_ids: int32 [B, t]; row b's tokens stand at positions start[b] .. start[b] + n_valid[b] - 1, the rest is padding and writes nothing.
+        start, n_valid: int32 [B].
+        memory: Engram input by layer name, [B, t, columns] row numbers or [B, t, columns, width] rows.
+        image_mask: bool [B, t], image positions, with image_embeds [B, t, D]; None for text.
+        all_logits: logits of every token instead of each row's last valid one.
+        record: a dict that receives per-layer values; the layer loop is unrolled then.
+
+    Returns:
+        logits float32 [B, V] or [B, t, V], and the cache.
+    """
+    b, t = token_ids.shape
+    keys = CachedBlock(config, start, n_valid, t, arrays)
+    rows = engram_rows(params, numerics, memory)
+    loop = LayerLoop(config, numerics, params, keys, rows, image_mask, rolled=record is None, record=record)
+    source = config.candidate_source_layer_id
+    blocks = 0 if source is None else -(-keys.entries[config.compress_ratios[source]] // config.candidate_block_size)
+    embedded = embed(params, numerics, token_ids, image_mask, image_embeds)
+    hidden, arrays = backbone(config, numerics, loop, embedded, arrays, initial_pool(config, b, t, blocks))
+    if config.n_draft:
+        arrays = dspark.seed_windows(config, numerics, params, arrays, loop.taps, start, n_valid)
+    if not all_logits:
+        hidden = jnp.take_along_axis(hidden, jnp.maximum(n_valid - 1, 0)[:, None, None], axis=1)[:, 0]
+    return head(config, numerics, params, hidden), arrays
+
+
+def forward(
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    token_ids: Array,
+    memory: dict[str, Array],
+    segment_ids: Array | None = None,
+) -> tuple[Array, dict]:
+    """Whole samples without a cache.
+
+    Args:
+        token_ids: int32 [B, T]. memory: see `extend`.
+        segment_ids: int32 [B, T]; each stretch of equal ids is a sample of its own. None: every row is one sample.
+
+    Returns:
+        last hidden state [B, T, D] (apply `head`), and a dict with `taps` {layer: [B, T, D]} and `experts` {layer: int32 [B, T, k]}.
+    """
+    b, t = token_ids.shape
+    unstacked = {**params, "layers": unstack(params["layers"])}
+    keys = PackedSamples(config, segment_ids, b, t)
+    record: dict[int, dict[str, Array]] = {}
+    rows = engram_rows(params, numerics, memory)
+    loop = LayerLoop(config, numerics, unstacked, keys, rows, None, rolled=False, record=record)
+    embedded = embed(params, numerics, token_ids, None, None)
+    hidden, _ = backbone(config, numerics, loop, embedded, {}, None)
+    return hidden, {"taps": loop.taps, "experts": {layer: note["experts"] for layer, note in record.items()}}

@@ -1,0 +1,90 @@
+"""The three numerics of the forward pass, and the one way to round between modules.
+
+`released`  bf16 activations, FP8/FP4 activation and cache quantisation: what the released stack computes.
+`noquant`   bf16 activations, activations and caches unquantised, weights as stored.
+`float32`   everything in float32, weights dequantised. It checks the architecture without rounding noise.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """Static description of one numerics.
+
+    Attributes:
+        name: public name.
+        dtype: dtype of activations between modules (jnp.bfloat16 or jnp.float32).
+        quantize_activations: whether matmul inputs, window KV, main KV and index queries/keys are quantised.
+        quantize_weights: whether float weights are quantised where they are used, with straight-through gradients (training only).
+    """
+
+    name: str
+    dtype: jnp.dtype
+    quantize_activations: bool
+    quantize_weights: bool = False
+
+    def round(self, x: Array) -> Array:
+        """Round float32 to the activation dtype, once.
+
+        `reduce_precision` keeps the rounding when XLA fuses a narrowing and a widening conversion.
+        """
+        if self.dtype == jnp.float32:
+            return x.astype(jnp.float32)
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(self.dtype)
+
+    def round_f32(self, x: Array) -> Array:
+        """As `round`, but the result stays in float32: for values that are used in float32 right away."""
+        if self.dtype == jnp.float32:
+            return x
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+RELEASED = Numerics("released", jnp.dtype(jnp.bfloat16), True)
+NOQUANT = Numerics("noquant", jnp.dtype(jnp.bfloat16), False)
+FLOAT32 = Numerics("float32", jnp.dtype(jnp.float32), False)
+# Training: float32 compute, the release's quantisation points applied to activations and weights.
+QUANTIZED_TRAINING = Numerics("quantized_training", jnp.dtype(jnp.float32), True, True)
+
+_BY_NAME = {n.name: n for n in (RELEASED, NOQUANT, FLOAT32)}
+
+
+def named(name: str) -> Numerics:
+    """Return the numerics called `name`; ValueError lists the names that exist."""
+    if name not in _BY_NAME:
+        raise ValueError(f"numerics={name!r} is unknown; choose one of {', '.join(sorted(_BY_NAME))}")
+    return _BY_NAME[name]
+
+
+@functools.lru_cache(maxsize=1)
+def _widen_operands() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def einsum_f32(spec: str, a: Array, b: Array) -> Array:
+    """Einsum with exact products and float32 accumulation; the result is float32 and unrounded.
+
+    bf16 products are exact in float32, so widening the operands first changes nothing. CPUs multiply float32 faster
+    than bf16, and there the sum of a row does not depend on the other rows as long as there are at least two.
+    """
+    if _widen_operands() or a.dtype == jnp.float32 or b.dtype == jnp.float32:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def project_rows(x: Array, matrix: Array) -> Array:
+    """x [..., k] times matrix [n, k] transposed -> float32 [..., n], unrounded.
+
+    A single row is computed twice: a matrix-vector product sums in another order than a matrix product, and a row's numbers
+    must not depend on whether it has neighbours.
+    """
+    lead = x.shape[:-1]
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] == 1:
+        return einsum_f32("tk,nk->tn", jnp.concatenate([rows, rows]), matrix)[:1].reshape(*lead, -1)
+    return einsum_f32("tk,nk->tn", rows, matrix).reshape(*lead, -1)

@@ -1,0 +1,70 @@
+"""What every test relies on: CPU, one device, a compilation cache that outlives the run, no network.
+
+One device, not eight: eight fake devices cost no time (measured), but they are not what a user's CPU has. Tests of
+meshes start a process of their own with XLA_FLAGS=--xla_force_host_platform_device_count=8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+
+def _compilation_cache() -> str:
+    """A per-user folder that names the processor, because compiled CPU code is not portable between processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:
+        lines = [platform.processor()]
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
+    name = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv41-jax" / "compiled" / name)
+
+
+# Before jax is imported, and inherited by the processes that tests start.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache())
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# The same examples in every run; no deadline, because the first example of a shape compiles.
+settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("tests")
+
+
+def _is_loopback(host: object) -> bool:
+    if isinstance(host, bytes):
+        host = host.decode()
+    if host in (None, "", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(str(host).split("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _no_network(event: str, arguments: tuple) -> None:
+    """An audit hook: looking up or reaching any host but this one is an error. Unix sockets have no host."""
+    if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        address = arguments[1]
+        if isinstance(address, tuple) and not _is_loopback(address[0]):
+            raise RuntimeError(f"tests may not use the network: {event} {address}")
+    elif event == "socket.getaddrinfo" and not _is_loopback(arguments[0]):
+        raise RuntimeError(f"tests may not use the network: {event} {arguments[0]!r}")
+
+
+sys.addaudithook(_no_network)
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden numbers."""
+    return Path(__file__).parent / "golden"
