@@ -83,7 +83,7 @@ def get_config() -> ConfigDict:
                 "engram_n_heads": 2,
                 "engram_head_dim": 32,
                 "engram_pad_token_id": 2,
-                "engram_compressed_vocab_size": 4000,
+                "engram_compressed_vocab_size": 3538,
                 "num_nextn_predict_layers": 1,
                 "dspark_block_size": 5,
                 "dspark_noise_token_id": 3,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax.norms import rms_scale
-from dsv41_jax.numerics import Numerics, project_rows
+from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 
 
 def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
@@ -74,6 +74,8 @@ def identity_mix(shape: tuple[int, ...], c: int) -> Array:
 
 def collapse(x: Array, pre: Array, numerics: Numerics) -> Array:
     """Weighted sum of the streams: x [..., C, D], pre [..., C] -> [..., D]."""
+    if numerics.dtype == jnp.float32:
+        return einsum_f32("...c,...cd->...d", pre, x)  # a dot: XLA on CPU would recompute sums inside every consumer
     total = sum(pre[..., c, None] * x[..., c, :].astype(jnp.float32) for c in range(x.shape[-2]))
     return numerics.round(total)
 
@@ -81,6 +83,8 @@ def collapse(x: Array, pre: Array, numerics: Numerics) -> Array:
 def expand(u: Array, x: Array, post: Array, comb: Array, numerics: Numerics) -> Array:
     """Spread a sublayer's output u [..., D] over the streams x [..., C, D]: x'_k = post_k u + sum_j comb[j, k] x_j, one rounding."""
     total = post[..., :, None] * u.astype(jnp.float32)[..., None, :]
+    if numerics.dtype == jnp.float32:
+        return total + einsum_f32("...jk,...jd->...kd", comb, x)  # see `collapse`
     for j in range(x.shape[-2]):
         total = total + comb[..., j, :, None] * x[..., j, None, :].astype(jnp.float32)
     return numerics.round(total)

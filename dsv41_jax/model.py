@@ -122,7 +122,8 @@ def forward(
         segment_ids: int32 [B, T]; each stretch of equal ids is a sample of its own. None: every row is one sample.
 
     Returns:
-        last hidden state [B, T, D] (apply `head`), and a dict with `taps` {layer: [B, T, D]} and `experts` {layer: int32 [B, T, k]}.
+        last hidden state [B, T, D] (apply `head`), and a dict with `taps` {layer: [B, T, D]}, `experts` {layer: int32 [B, T, k]} and
+        `attn_in` {layer: [B, T, D]}, the normed input of the attention.
     """
     b, t = token_ids.shape
     unstacked = {**params, "layers": unstack(params["layers"])}
@@ -132,4 +133,5 @@ def forward(
     loop = LayerLoop(config, numerics, unstacked, keys, rows, None, rolled=False, record=record)
     embedded = embed(params, numerics, token_ids, None, None)
     hidden, _ = backbone(config, numerics, loop, embedded, {}, None)
-    return hidden, {"taps": loop.taps, "experts": {layer: note["experts"] for layer, note in record.items()}}
+    notes = {name: {layer: note[name] for layer, note in record.items()} for name in ("experts", "attn_in")}
+    return hidden, {"taps": loop.taps, **notes}

@@ -209,7 +209,7 @@ def _weight_parts(w: Array, limit: float, rounder: Callable[[Array], Array], til
     out, inner = w.shape[-2:]
     tiles = w.astype(jnp.float32).reshape(*w.shape[:-2], out // r, r, inner // c, c)
     amax = jnp.max(jnp.abs(tiles), axis=(-3, -1), keepdims=True)
-    scale = power_of_two_at_least(jnp.maximum(amax / jnp.float32(limit), jnp.float32(2.0**-100)))
+    scale = power_of_two_at_least(jnp.maximum(amax / jnp.float32(limit), jnp.float32(2.0**-126)))
     return rounder(tiles / scale), scale
 
 

@@ -1,8 +1,7 @@
 """Makes the demo model's training data: two Debian packages -> text -> tokenizer -> token arrays.
 
     apt-get download sword-comm-tdavid bible-kjv-text
-    python launch/demo_data.py --treasury=sword-comm-tdavid_2.1-1_all.deb --scripture=bible-kjv-text_4.38_all.deb \
-        --out=demo_data
+    python launch/demo_data.py --treasury sword-comm-tdavid_*.deb --scripture bible-kjv-text_*.deb --out demo_data
 
 Writes into --out: train.txt, heldout.txt, tokenizer.json, tokenizer_config.json, train.npy and heldout.npy (uint16 ids:
 BOS, a block, EOS where its document ends), and data.json with every count.

@@ -1,7 +1,7 @@
 """What every test relies on: CPU, one device, a compilation cache that outlives the run, no network.
 
-One device, not eight: eight fake devices cost no time (measured), but they are not what a user's CPU has. Tests of
-meshes start a process of their own with XLA_FLAGS=--xla_force_host_platform_device_count=8.
+One device, not eight, because that is what a user's CPU has. Tests of meshes start a process of their own with
+XLA_FLAGS=--xla_force_host_platform_device_count=8.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Parameter leaves that are filled piece by piece where they will live.
 
 A leaf may be far larger than the host's memory, and a process may own only some shards of it. So each local shard is
-allocated once as a zero array on its device, and blocks are written into it by a donated `dynamic_update_slice`, which works
-in place (on the CPU backend too). No collective runs and no other copy of the leaf exists. Small leaves are put together on
-the host instead, which saves compiling an update for each of their shapes.
+allocated once as a zero array on its device, and blocks are written into it by a donated `dynamic_update_slice`, which
+works in place (on the CPU backend too). No collective runs and no other copy of the leaf exists. Small leaves are put
+together on the host instead, which saves compiling an update for each of their shapes.
 """
 
 import functools
@@ -30,16 +30,17 @@ def _update(target: Array, block: Array, start: tuple[Array, ...]) -> Array:
     return jax.lax.dynamic_update_slice(target, block, start)
 
 
-def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device | None) -> Array:
-    # UE8M0 has no zero, so one-byte types are made as bytes.
-    one_byte = np.dtype(dtype).itemsize == 1
-    zeros = jnp.zeros(shape, jnp.uint8 if one_byte else dtype, device=device)
-    return _as_type(zeros, dtype) if one_byte and dtype != np.uint8 else zeros
-
-
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _as_type(raw: Array, dtype: np.dtype) -> Array:
-    return jax.lax.bitcast_convert_type(raw, dtype)
+def _as_type(bits: Array, dtype: np.dtype) -> Array:
+    return jax.lax.bitcast_convert_type(bits, dtype)
+
+
+def _carrier(dtype: np.dtype) -> np.dtype:
+    """The dtype in which a leaf is filled: integers of the same width for narrow floats.
+
+    The CPU backend computes these in a wider type: an update of one slice would convert the whole leaf there and back.
+    """
+    return np.dtype({1: np.uint8, 2: np.uint16}.get(dtype.itemsize, dtype))
 
 
 @dataclass
@@ -52,11 +53,14 @@ class _Piece:
 
 
 class _LeafBuffer:
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None):
-        self.shape, self.sharding, self.filled = shape, sharding, 0
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None):
+        self.shape, self.dtype, self.sharding, self.filled = shape, dtype, sharding, 0
         boxes: dict[jax.Device | None, Box] = {None: tuple((0, n) for n in shape)}
         if sharding is not None:
-            local = sharding.addressable_devices_indices_map(shape)
+            try:
+                local = sharding.addressable_devices_indices_map(shape)
+            except ValueError as error:
+                raise ValueError(f"params.{name}: {error}") from error
             boxes = {
                 d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in local.items()
             }
@@ -64,7 +68,10 @@ class _LeafBuffer:
         for device, box in boxes.items():
             local_shape = tuple(stop - start for start, stop in box)
             small = np.prod(local_shape) * dtype.itemsize <= SMALL_LEAF_BYTES
-            array = np.empty(local_shape, dtype) if small else _allocate(local_shape, dtype, device)
+            if small:
+                array = np.empty(local_shape, dtype)
+            else:
+                array = jnp.zeros(local_shape, _carrier(dtype), device=device)
             self.pieces.append(_Piece(box, device, array))
 
     def finish(self) -> Array:
@@ -72,6 +79,8 @@ class _LeafBuffer:
             if isinstance(piece.array, np.ndarray):
                 # A copy, so that the buffer belongs to the runtime and can be donated later.
                 piece.array = jax.device_put(piece.array, piece.device, may_alias=False)
+            elif piece.array.dtype != self.dtype:
+                piece.array = _as_type(piece.array, self.dtype)
         if self.sharding is None:
             return self.pieces[0].array
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [p.array for p in self.pieces])
@@ -88,12 +97,16 @@ class Destination:
     Args:
         leaves: {path: (shape, dtype)}.
         placement: sharding of a leaf by its dotted path; None, or a result of None, means the default device.
+
+    Raises:
+        ValueError: a sharding does not divide its leaf, which is named.
     """
 
     def __init__(self, leaves: dict[LeafPath, tuple[tuple[int, ...], np.dtype]], placement: Placement | None = None):
         self._buffers = {
-            path: _LeafBuffer(shape, np.dtype(dtype), placement(".".join(path)) if placement else None)
+            path: _LeafBuffer(name, shape, np.dtype(dtype), placement(name) if placement else None)
             for path, (shape, dtype) in leaves.items()
+            for name in [".".join(path)]
         }
         self._in_flight = 0
         self._touched: set[LeafPath] = set()
@@ -114,7 +127,7 @@ class Destination:
         buffer.filled += (rows[1] - rows[0]) * int(np.prod(buffer.shape[len(index) + 1 :], dtype=np.int64))
 
     def put(self, path: LeafPath, index: tuple[int, ...], start: int, block: np.ndarray) -> None:
-        """Write rows [start, start + len(block)) of the tensor at stack index `index`; `block` must not change later."""
+        """Write rows from `start` on of the tensor at stack index `index`; `block` must not change later."""
         buffer = self._buffers[path]
         box = self._box(index, (start, start + len(block)), block.shape[1:])
         stacked = block.reshape((1,) * len(index) + block.shape)
@@ -127,6 +140,7 @@ class Destination:
             if isinstance(piece.array, np.ndarray):
                 piece.array[tuple(slice(c, c + n) for c, n in zip(corner, part.shape, strict=True))] = part
                 continue
+            part = part.view(_carrier(part.dtype))
             if piece.device is not None:
                 part = jax.device_put(part, piece.device)
             piece.array = _update(piece.array, part, tuple(np.int32(c) for c in corner))

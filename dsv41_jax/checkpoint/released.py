@@ -63,9 +63,9 @@ def load_params(
 
     Args:
         folder: from `ReleasedFolder.open`.
-        numerics: those that compute in float32 dequantise every weight on the way in; the others keep the released forms.
-        placement: sharding of a leaf by its dotted path (`layers.attn.wq_a.weight`); None means the default device. Each
-            process reads only what its own devices hold.
+        numerics: those that compute in float32 dequantise every weight on the way in; the others keep released forms.
+        placement: sharding of a leaf by its dotted path (`layers.attn.wq_a.weight`); None means the default device.
+            Each process reads only what its own devices hold.
         engram: "device" puts the Engram tables into the result; "host" and "mmap" leave them out, see
             `ReleasedFolder.engram_table`.
         expert_storage: "fp4" keeps routed experts packed, "fp8" holds the same values in E4M3 under the same scales,

@@ -1,7 +1,7 @@
 """Reader and writer of single safetensors files: a header, and one byte range per tensor.
 
 A file is an 8-byte little-endian header length, a JSON header, and the tensors' bytes back to back. Nothing is
-memory-mapped: `read` and `read_rows` fetch exactly the bytes asked for, so the memory in use is the tensor that was read.
+memory-mapped: `read` and `read_rows` fetch exactly the bytes asked for, so the memory in use is what was read.
 """
 
 import json
@@ -80,7 +80,7 @@ def _parse_entry(path: Path, name: str, value: object, data_start: int) -> Tenso
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise CheckpointError(f"{where}: the header entry must hold dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {dtype!r}; this reader knows {', '.join(DTYPES)}")
     # bool is an int in Python; `type(...) is int` keeps true/false out of shapes and offsets.
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):

@@ -1,8 +1,8 @@
 """Writer of the released format: parameters in any form, streamed tensor by tensor into a new folder.
 
-Stored forms are written byte for byte. Float weights are quantised as the release stores them: FP8 with one power-of-two
-scale per 32x32 block, FP4 and Engram rows with one per row and 32 columns, each the smallest that holds the block's largest
-value. Quantising values that came from a quantised weight gives those values again.
+Stored forms are written byte for byte. Float weights are quantised as the release stores them: FP8 with one
+power-of-two scale per 32x32 block, FP4 and Engram rows with one per row and 32 columns, each the smallest that holds
+the block's largest value. Quantising values that came from a quantised weight gives those values again.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from dsv41_jax.checkpoint.names import LeafPath, NameMap, flatten, name_map
@@ -37,11 +38,11 @@ def save_released(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write `params` as a released-format folder: tensors, index if there are several files, config.json, tokenizer files.
+    """Write `params` as a released-format folder: tensors, an index if there are several files, config, tokenizer.
 
     Args:
-        params: the pytree of `load_params`, in any numerics and expert storage, or as float master weights. Every leaf must
-            be whole within this process.
+        params: the pytree of `load_params`, in any numerics and expert storage, or float master weights. Every leaf
+            must be whole within this process.
         config: its configuration.
         folder: must not exist, or be empty. It appears under this name only when complete.
         source: where tensors come from that `params` lacks (Engram tables kept off the device), and tokenizer files.
@@ -50,7 +51,7 @@ def save_released(
         progress: called with (bytes done, bytes in all) after each tensor.
 
     Raises:
-        CheckpointError: the folder is occupied, a leaf is missing, superfluous, of a wrong shape or dtype, or not finite.
+        CheckpointError: the folder is occupied; a leaf is missing, unknown, not finite, or of a wrong shape or dtype.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -116,7 +117,7 @@ def _check_leaves(names: NameMap, leaves: dict[LeafPath, jax.Array], source: Rel
 
 
 def _plan_shards(names: NameMap, limit: int) -> list[list[str]]:
-    """Tensor names per file, in manifest order up to `limit` bytes; within a file wide dtypes come first, for alignment."""
+    """Tensor names per file, in manifest order up to `limit` bytes; in a file wide dtypes come first, for alignment."""
     shards: list[list[str]] = [[]]
     size = 0
     scales = {names.scale_of(name) for name in names.specs}
@@ -170,7 +171,7 @@ class _TensorReader:
         for start, stop in row_blocks(spec.shape):
             rows = _rows(self._leaves[place.path], place.index, start, stop)
             row_scale = None
-            if rows.dtype.itemsize == 1 and scale_leaf is not None:
+            if rows.dtype == ml_dtypes.float8_e4m3fn and scale_leaf is not None:
                 row_scale = _rows(scale_leaf, place.index, start, stop)
             block, scale = to_released(rows, row_scale, spec)
             if scale is not None:

@@ -3,8 +3,9 @@
 Released form          in the pytree
 bf16, f32              as it is; float32 in numerics "float32"
 FP8 weight + scale     as it is; dequantised to float32 without a scale in numerics "float32"
-FP4 weight + scale     `expert_storage` "fp4": the same bytes as uint8; "fp8": the same values in E4M3 under the same scales
-                       (every E2M1 value is an E4M3 value); "bf16": dequantised, no scale. float32 in numerics "float32"
+FP4 weight + scale     `expert_storage` "fp4": the same bytes as uint8; "fp8": the same values in E4M3, under the same
+                       scales (every E2M1 value is an E4M3 value); "bf16": dequantised, no scale;
+                       float32 in numerics "float32"
 
 Blocks start at multiples of 32 rows, so that every 32x32 scale block lies in one of them.
 """
@@ -23,9 +24,7 @@ from dsv41_jax.checkpoint.names import SCALED, Leaf, LeafPath, NameMap
 from dsv41_jax.checkpoint.safetensors_file import DTYPES, CheckpointError
 
 EXPERT_STORAGES = ("fp4", "fp8", "bf16")
-BLOCK_ELEMENTS = (
-    1 << 24
-)  # rows are converted in blocks of about this many values: 64 MiB in float32, whatever the tensor's size
+BLOCK_ELEMENTS = 1 << 24  # values converted at a time, whatever the tensor's size: 64 MiB in float32
 
 _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 _E2M1_AS_E4M3 = np.array(_E2M1, np.float32).astype(ml_dtypes.float8_e4m3fn)
@@ -66,9 +65,9 @@ def param_leaves(names: NameMap, storage: Storage) -> dict[LeafPath, tuple[tuple
 
 def _param_form(leaf: Leaf, storage: Storage) -> tuple[tuple[int, ...], np.dtype] | None:
     kind = leaf.kind.removesuffix("_scale")
-    dequantised = (
-        jnp.float32 if storage.float32 else jnp.bfloat16 if kind == "fp4" and storage.experts == "bf16" else None
-    )
+    dequantised = jnp.float32 if storage.float32 else None
+    if dequantised is None and kind == "fp4" and storage.experts == "bf16":
+        dequantised = jnp.bfloat16
     if leaf.kind != kind:
         return None if dequantised else (leaf.shape, DTYPES["F8_E8M0"])
     if kind != "fp4":
@@ -127,5 +126,5 @@ def check_scales(scale: np.ndarray, name: str, file: object, wanted: str) -> Non
     if (scale.view(np.uint8) == 255).any():
         raise CheckpointError(
             f"{file}: {name}: holds the scale byte 255 (not a number), which {wanted} cannot represent; "
-            "use expert_storage='fp4'"
+            "keep the stored form (expert_storage='fp4', numerics other than 'float32')"
         )

@@ -1,0 +1,300 @@
+"""The public model: prefill, decode, draft, loss, and text in and out."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dsv41_jax import evaluate
+from dsv41_jax.cache import Cache
+from dsv41_jax.checkpoint.names import by_released_name
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram_hash import segment_starts
+from dsv41_jax.image_input import ImageInput, check_images
+from dsv41_jax.layer_map import LayerShare, layer_map
+from dsv41_jax.runner import Runner, block_bucket, cache_bucket
+from dsv41_jax.sampling import SamplingOptions, sample
+from dsv41_jax.tokenizer import StreamDecoder, Tokenizer
+
+DECODE_ROOM = 128
+
+
+class Model:
+    """A loaded model. Made by `dsv41_jax.load`; every call is a pure function of parameters, inputs and cache.
+
+    Attributes:
+        config: the `ModelConfig`. layer_map: the layer-share map, backbone then draft blocks. params: the parameter pytree.
+        tokenizer: the folder's tokenizer, or None.
+    """
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer | None):
+        self._runner = runner
+        self.tokenizer = tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._runner.config
+
+    @property
+    def layer_map(self) -> tuple[LayerShare, ...]:
+        return layer_map(self.config)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self._runner.params
+
+    @property
+    def numerics(self) -> str:
+        """Name of the numerics in use."""
+        return self._runner.numerics.name
+
+    def prefill(
+        self,
+        token_ids: np.ndarray,
+        lengths: np.ndarray | None = None,
+        mode: str = "exact",
+        images: Sequence[Sequence[ImageInput]] | None = None,
+        max_len: int | None = None,
+        all_logits: bool = False,
+    ) -> tuple[Array, Cache]:
+        """Read prompts into a new cache.
+
+        Args:
+            token_ids: int32 [B, T], image spans already expanded; padded on the right where rows are ragged.
+            lengths: int32 [B] real lengths (at least 1); None where every row is full.
+            mode: "exact" runs all layers on all tokens.
+            images: for each row the images of its prompt, in any order.
+            max_len: tokens the cache can hold; default: a power of two with room for at least 128 more.
+            all_logits: logits of every token.
+
+        Returns:
+            logits float32 [B, V] at each row's last token, or [B, T, V]; and the cache.
+
+        Raises:
+            ValueError: anything about the arguments, before any computation.
+        """
+        if mode != "exact":
+            raise ValueError(f"mode={mode!r} is unknown; the prefill modes are: exact")
+        ids = self._check_ids(token_ids, 2)
+        lengths = np.full(len(ids), ids.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
+        if lengths.shape != (len(ids),) or (lengths < 1).any() or (lengths > ids.shape[1]).any():
+            raise ValueError(f"lengths={lengths.tolist()}: one number from 1 to {ids.shape[1]} is needed for each of {len(ids)} rows")
+        limit = self.config.max_position_embeddings
+        if max_len is None:
+            max_len = min(cache_bucket(ids.shape[1] + DECODE_ROOM), limit)
+        if not ids.shape[1] <= max_len <= limit:
+            raise ValueError(
+                f"max_len={max_len}: it must hold the prompt of {ids.shape[1]} tokens and be at most max_position_embeddings={limit}"
+            )
+        checked = check_images(images, ids, lengths, self.config)
+        return self._runner.prefill(ids, lengths, checked, max_len, all_logits)
+
+    def decode(self, cache: Cache, token_ids: np.ndarray) -> tuple[Array, Cache]:
+        """Feed the next token, or the next few, of every row.
+
+        Args:
+            cache: it is donated: use the returned one from here on.
+            token_ids: int32 [B] or [B, t].
+
+        Returns:
+            logits float32 [B, V] or [B, t, V], and the cache.
+
+        Raises:
+            ValueError: bad ids or shape, or more tokens than the cache holds. RuntimeError: a spent cache.
+        """
+        ids = self._check_ids(token_ids, (1, 2))
+        several = ids.ndim == 2
+        ids = ids if several else ids[:, None]
+        if len(ids) != len(cache.lengths):
+            raise ValueError(f"token_ids has {len(ids)} rows, the cache {len(cache.lengths)}")
+        t = ids.shape[1]
+        padded = np.pad(ids, ((0, 0), (0, block_bucket(t) - t)), constant_values=self.config.pad_token_id)
+        n_valid = np.full(len(ids), t, np.int32)
+        logits, cache = self._runner.extend(cache, padded, n_valid, all_logits=several)
+        return (logits[:, :t] if several else logits), cache
+
+    def draft(
+        self, cache: Cache, token_ids: np.ndarray, temperature: float = 0, key: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """DSpark proposals after the tokens in the cache and one more that is not in it yet.
+
+        Args:
+            cache: only read. token_ids: int32 [B], the next token of each row.
+            temperature: 0 drafts the likeliest tokens; above 0 a key is needed.
+
+        Returns:
+            tokens int32 [B, block + 1] (the given one first), logits float32 [B, block, V], raw confidence float32 [B, block].
+
+        Raises:
+            ValueError: no draft blocks, nothing in the cache, bad ids, or a temperature without a key.
+        """
+        if not self.config.n_draft:
+            raise ValueError("this model has no draft blocks (num_nextn_predict_layers is 0)")
+        ids = self._check_ids(token_ids, 1)
+        if len(ids) != len(cache.lengths) or (cache.lengths < 1).any():
+            raise ValueError("a draft needs one next token for each row of a cache that holds at least one token a row")
+        options = SamplingOptions(temperature=temperature)
+        if options.temperature > 0 and key is None:
+            raise ValueError("drafting at a temperature above 0 needs a PRNG key")
+        return self._runner.draft(cache, ids, options.temperature, jax.random.key(0) if key is None else key)
+
+    def loss(self, token_ids: np.ndarray, segment_ids: np.ndarray | None = None) -> Array:
+        """Mean next-token cross-entropy in nats of the cacheless forward.
+
+        Args:
+            token_ids: int32 [B, T]. segment_ids: int32 [B, T]; stretches of equal ids are samples of their own, without targets
+                across their borders. None: every row is one sample.
+        """
+        return evaluate.loss(*self._loss_arguments(token_ids, segment_ids), **self._static())
+
+    def loss_and_grads(
+        self, token_ids: np.ndarray, segment_ids: np.ndarray | None = None
+    ) -> tuple[Array, dict[str, Array]]:
+        """`loss` and its gradient by released tensor name, of the dequantised [out, in] matrices.
+
+        Raises:
+            ValueError: in numerics other than "float32": stored formats have no gradient.
+        """
+        if self.numerics != "float32":
+            raise ValueError(f'gradients need numerics="float32", this model was loaded with {self.numerics!r}')
+        value, grads = evaluate.loss_and_grads(*self._loss_arguments(token_ids, segment_ids), **self._static())
+        return value, by_released_name(grads, self.config)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+        prefill_mode: str = "exact",
+    ) -> str | list[str]:
+        """Continue text.
+
+        Args:
+            prompts: a string, or several (run as one batch; a row's tokens do not depend on its neighbours).
+            max_new_tokens: most tokens to write for each.
+            temperature, top_k, top_p, seed: see `sampling.SamplingOptions`.
+            stop_ids: token ids that end a row besides the end-of-sequence token; neither is part of the text.
+
+        Returns:
+            the new text (without the prompt): a string for a string, a list for a list.
+
+        Raises:
+            ValueError: bad options, an empty prompt, or a prompt that leaves no room.
+        """
+        single = isinstance(prompts, str)
+        texts = [prompts] if single else list(prompts)
+        if not texts:
+            return []
+        decoders = [StreamDecoder(self._tokenizer()) for _ in texts]
+        out = [""] * len(texts)
+        options = SamplingOptions(temperature, top_k, top_p, seed)
+        for row, token in self._tokens(texts, max_new_tokens, options, stop_ids, prefill_mode):
+            out[row] += decoders[row].push(token)
+        out = [text + decoder.flush() for text, decoder in zip(out, decoders, strict=True)]
+        return out[0] if single else out
+
+    def stream(
+        self,
+        prompt: str,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+        prefill_mode: str = "exact",
+    ) -> Iterator[str]:
+        """As `generate` for one prompt, in pieces of whole characters as they come."""
+        options = SamplingOptions(temperature, top_k, top_p, seed)
+        decoder = StreamDecoder(self._tokenizer())
+        for _, token in self._tokens([prompt], max_new_tokens, options, stop_ids, prefill_mode):
+            if piece := decoder.push(token):
+                yield piece
+        if piece := decoder.flush():
+            yield piece
+
+    def _tokens(
+        self, texts: list[str], max_new_tokens: int, options: SamplingOptions, stop_ids: Sequence[int], prefill_mode: str
+    ) -> Iterator[tuple[int, int]]:
+        """(row, token) pairs in the order they are made."""
+        stops = {self.config.eos_token_id, *self._check_ids(np.asarray(list(stop_ids), np.int64), 1).tolist()}
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}: a whole number of at least 1 is needed")
+        tokenizer = self._tokenizer()
+        for i, text in enumerate(texts):
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"prompt {i} is {text!r}: a non-empty string is needed")
+        encoded = [tokenizer.encode(text, add_bos=True) for text in texts]
+        lengths = np.array([len(e) for e in encoded], np.int32)
+        limit = self.config.max_position_embeddings
+        if lengths.max() + max_new_tokens > limit:
+            raise ValueError(
+                f"a prompt of {lengths.max()} tokens and max_new_tokens={max_new_tokens} exceed max_position_embeddings={limit}"
+            )
+        rows = 1 << (len(texts) - 1).bit_length()  # a bucket: spare rows repeat the first prompt and are not reported
+        encoded += [encoded[0]] * (rows - len(texts))
+        ids = np.full((rows, max(map(len, encoded))), self.config.pad_token_id, np.int32)
+        for row, e in enumerate(encoded):
+            ids[row, : len(e)] = e
+        lengths = np.array([len(e) for e in encoded], np.int32)
+        max_len = min(cache_bucket(ids.shape[1] + max_new_tokens), limit)
+        logits, cache = self.prefill(ids, lengths, prefill_mode, max_len=max_len)
+        settings = (
+            jnp.float32(options.temperature),
+            jnp.int32(options.top_k or self.config.vocab_size),
+            jnp.float32(1.0 if options.top_p is None else options.top_p),
+            jnp.uint32(options.seed),
+        )
+        running = set(range(len(texts)))
+        for step in range(max_new_tokens):
+            tokens = np.asarray(sample(logits, *settings, jnp.int32(step)))
+            for row in sorted(running):
+                if int(tokens[row]) in stops:
+                    running.discard(row)
+                else:
+                    yield row, int(tokens[row])
+            if not running or step + 1 == max_new_tokens:
+                return
+            logits, cache = self.decode(cache, tokens)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("this model's folder has no tokenizer.json: text calls need one, token calls (prefill, decode) do not")
+        return self.tokenizer
+
+    def _static(self) -> dict[str, Any]:
+        return {"config": self.config, "numerics": self._runner.numerics}
+
+    def _loss_arguments(self, token_ids: np.ndarray, segment_ids: np.ndarray | None) -> tuple:
+        ids = self._check_ids(token_ids, 2)
+        if ids.shape[1] < 2:
+            raise ValueError(f"token_ids has rows of {ids.shape[1]} tokens: a loss needs at least 2")
+        starts = None
+        if segment_ids is not None:
+            segment_ids = np.asarray(segment_ids, np.int32)
+            if segment_ids.shape != ids.shape:
+                raise ValueError(f"segment_ids has shape {segment_ids.shape}, token_ids {ids.shape}")
+            starts = segment_starts(segment_ids)
+        memory = {}
+        if self._runner.hasher is not None:
+            memory = self._runner.engram_input(self._runner.hasher(ids, starts=starts)[0])
+        segments = None if segment_ids is None else jnp.asarray(segment_ids)
+        return self.params, jnp.asarray(ids), memory, segments
+
+    def _check_ids(self, token_ids: np.ndarray, ndim: int | tuple[int, ...]) -> np.ndarray:
+        ids = np.asarray(token_ids)
+        allowed = (ndim,) if isinstance(ndim, int) else ndim
+        if ids.ndim not in allowed or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError(f"token ids must be whole numbers in an array of {' or '.join(map(str, allowed))} axes, got {ids.dtype} {ids.shape}")
+        if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+            raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {ids.min()}..{ids.max()}")
+        if ids.ndim == 2 and not ids.size:
+            raise ValueError(f"token ids of shape {ids.shape} hold no tokens")
+        return ids.astype(np.int32)

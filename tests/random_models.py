@@ -1,0 +1,28 @@
+"""Released-format folders with random weights, and what is needed to load them: for tests of whole models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oracle_weights import random_weights, write_safetensors
+
+
+def random_token_map(config: dict[str, Any], seed: int) -> np.ndarray:
+    """A legal token map for a config.json dict: int32 [vocab], every compressed id is met, in no order."""
+    text, rng = config["text_config"], np.random.default_rng(seed)
+    vocab, compressed = text["vocab_size"], text["engram_compressed_vocab_size"]
+    extra = rng.integers(0, compressed, vocab - compressed)
+    return rng.permutation(np.concatenate([np.arange(compressed), extra])).astype(np.int32)
+
+
+def write_model(folder: Path, config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Write `config.json` and `model.safetensors` with random weights into `folder`; return the released tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = random_weights(config, seed)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", tensors)
+    return tensors

@@ -1,0 +1,225 @@
+"""Quantisers and formats: every golden row bit by bit, and the properties the golden rows do not show."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dsv41_jax import quant
+from module_golden import BF16, GOLDEN, assert_same_bits, bits, load, wide
+
+GOLD = load("quant")
+ROWS = json.loads((GOLDEN / "quant_rows.json").read_text())
+E4M3, E2M1, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
+QUANTISERS = {
+    "fp8_b32": (quant.q8, quant.fake_q8),
+    "fp4_b32_e8m0": (quant.q4_index, quant.fake_q4_index),
+    "fp4_b16_e4m3": (quant.q4_main, quant.fake_q4_main),
+}
+quantise_jitted = {name: jax.jit(exact) for name, (exact, _) in QUANTISERS.items()}
+fake_jitted = {name: jax.jit(fake) for name, (_, fake) in QUANTISERS.items()}
+dequantise = jax.jit(quant.dequantize_weight, static_argnums=1)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "op_by_op"])
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_all_28_rows_equal_golden_bits(name, jitted):
+    exact, fake = (quantise_jitted[name], fake_jitted[name]) if jitted else QUANTISERS[name]
+    x = jnp.asarray(GOLD["x"])
+    assert len(ROWS) == len(x) == 28
+    codes, scale = exact(x)
+    dequantised = fake(x)
+    for row, what in enumerate(ROWS):
+        for got, want in ((codes, "codes"), (scale, "scale"), (dequantised, "dequant")):
+            np.testing.assert_array_equal(bits(got[row]), bits(GOLD[f"{name}.{want}"][row]), err_msg=f"{want}: {what}")
+    assert dequantised.dtype == BF16
+    if name != "fp8_b32":
+        assert_same_bits(quant.pack_fp4(codes), GOLD[f"{name}.packed"])
+        assert_same_bits(quant.unpack_fp4(jnp.asarray(GOLD[f"{name}.packed"])), GOLD[f"{name}.codes"])
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_a_row_does_not_depend_on_its_neighbours(name):
+    codes, scale = quantise_jitted[name](jnp.asarray(GOLD["x"])[::-1])
+    np.testing.assert_array_equal(bits(codes)[::-1], bits(GOLD[f"{name}.codes"]))
+    np.testing.assert_array_equal(bits(scale)[::-1], bits(GOLD[f"{name}.scale"]))
+
+
+def test_decode_tables_of_every_code():
+    every = jnp.arange(256, dtype=jnp.uint8)
+    e4m3 = jax.jit(lambda c: jax.lax.bitcast_convert_type(c, jnp.float8_e4m3fn).astype(jnp.float32))(every)
+    np.testing.assert_array_equal(e4m3, GOLD["e4m3_table"])  # NaN equals NaN here
+    assert np.signbit(e4m3[0x80]) and e4m3[0x38] == 1.0 and np.isnan(e4m3[[0x7F, 0xFF]]).all()
+
+    np.testing.assert_array_equal(bits(jax.jit(quant.e2m1_values)(every[:16])), bits(GOLD["e2m1_table"]))
+    np.testing.assert_array_equal(quant.e2m1_codes(jnp.asarray(GOLD["e2m1_table"])), np.arange(16))
+    np.testing.assert_array_equal(quant.pack_fp4(quant.unpack_fp4(every)), np.arange(256))
+
+    for stored in (every, jax.lax.bitcast_convert_type(every, jnp.float8_e8m0fnu)):
+        e8m0 = np.asarray(jax.jit(quant.e8m0_to_f32)(stored))
+        np.testing.assert_array_equal(bits(e8m0)[:255], bits(GOLD["e8m0_table"])[:255])
+        # Byte 0 is 2^-127, which float32 can only hold as a subnormal number; byte 120 is 2^-7, not 120.
+        assert bits(e8m0)[0] == 0x00400000 and e8m0[120] == 2.0**-7 and e8m0[127] == 1.0
+        assert np.isnan(e8m0[255]) and np.isnan(GOLD["e8m0_table"][255])
+    powers = jnp.asarray(GOLD["e8m0_table"][1:255])
+    np.testing.assert_array_equal(bits(quant.f32_to_e8m0(powers)), np.arange(1, 255))
+
+
+def test_stored_weights_dequantise_to_golden():
+    for name in ("w_fp8", "w_fp4"):
+        leaf = {"weight": jnp.asarray(GOLD[f"{name}.weight"]), "scale": jnp.asarray(GOLD[f"{name}.scale"])}
+        for dtype in (jnp.float32, jnp.bfloat16):  # exact in bf16 too
+            got = dequantise(leaf, dtype)
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(wide(got), GOLD[f"{name}.dequant"])
+    signed = {"weight": jnp.asarray(GOLD["w_fp4.weight"].view(np.int8)), "scale": jnp.asarray(GOLD["w_fp4.scale"])}
+    np.testing.assert_array_equal(dequantise(signed, jnp.float32), GOLD["w_fp4.dequant"])
+    wrong = {"weight": jnp.asarray(GOLD["w_fp8.weight"]), "scale": jnp.asarray(GOLD["w_fp8.scale"])[:2]}
+    with pytest.raises(ValueError, match="scale"):
+        quant.dequantize_weight(wrong)
+
+
+def test_bytes_of_the_real_checkpoint():
+    dense = {"weight": jnp.asarray(GOLD["probe_fp8.codes"])[None], "scale": jnp.asarray(GOLD["probe_fp8.scale"])[None]}
+    np.testing.assert_array_equal(quant.dequantize_weight(dense, jnp.float32)[0], GOLD["probe_fp8.dequant"])
+    expert = {
+        "weight": jnp.asarray(GOLD["probe_fp4.packed"])[None],
+        "scale": jnp.asarray(GOLD["probe_fp4.scale"])[None],
+    }
+    np.testing.assert_array_equal(quant.dequantize_weight(expert, jnp.float32)[0], GOLD["probe_fp4.dequant"])
+
+
+def test_scales_are_per_32_by_32_block_or_per_row():
+    codes = jnp.full((64, 64), 0x38, jnp.uint8).view(jnp.float8_e4m3fn)  # 1.0
+    blocks = jnp.array([[120, 127], [128, 130]], jnp.uint8).view(jnp.float8_e8m0fnu)
+    want = np.repeat(np.repeat([[2.0**-7, 1], [2, 8]], 32, axis=0), 32, axis=1)
+    np.testing.assert_array_equal(quant.dequantize_weight({"weight": codes, "scale": blocks}, jnp.float32), want)
+    rows = jnp.arange(64, 192, dtype=jnp.uint8).reshape(64, 2).view(jnp.float8_e8m0fnu)
+    want = np.repeat(np.exp2(np.arange(64, 192, dtype=np.float32) - 127).reshape(64, 2), 32, axis=1)
+    np.testing.assert_array_equal(quant.dequantize_weight({"weight": codes, "scale": rows}, jnp.float32), want)
+
+
+@pytest.mark.parametrize(("rounder", "kind", "limit"), [(quant.round_e4m3, E4M3, 448), (quant.round_e2m1, E2M1, 6)])
+def test_rounding_equals_the_formats_own_cast(rounder, kind, limit):
+    """All bf16 numbers (every tie, both zeros, infinities) and float32 numbers one step beside the ties."""
+    all_bf16 = np.arange(65536, dtype=np.uint16).view(BF16).astype(np.float32)
+    grid = np.arange(128 if kind is E4M3 else 8, dtype=np.uint8).view(kind).astype(np.float32)
+    grid = grid[np.isfinite(grid)]
+    ties = (grid[1:] + grid[:-1]) / 2
+    beside = np.concatenate([ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e9))])
+    x = np.concatenate([all_bf16[~np.isnan(all_bf16)], beside, -beside])
+    got = np.asarray(jax.jit(rounder)(x))
+    want = np.clip(x, -limit, limit).astype(kind).astype(np.float32)
+    assert_same_bits(got, want)
+    assert np.abs(got).max() == limit
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_gradient_is_exactly_the_identity(name):
+    fake = QUANTISERS[name][1]
+    x = jnp.asarray(GOLD["x"][22:26]).astype(jnp.float32)
+    cotangent = jax.random.normal(jax.random.key(0), x.shape)
+    value, pullback = jax.vjp(fake_jitted[name], x)
+    assert_same_bits(pullback(cotangent)[0], cotangent)
+    assert_same_bits(jax.jvp(fake, (x,), (cotangent,))[1], cotangent)
+    assert (value != x).any()
+    np.testing.assert_array_equal(value, wide(GOLD[f"{name}.dequant"][22:26]))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_rows", "fp4"])
+def test_fake_weight_is_what_storing_gives(kind):
+    w = jnp.asarray(
+        np.random.default_rng(3).standard_normal((2, 64, 96)) * np.exp2(np.arange(-5, 123)).reshape(2, 64, 1)
+    )
+    w = w.astype(jnp.float32).at[0, 0, :4].set(jnp.array([0.0, -0.0, 1e-30, -1e-30]))
+    store = quant.quantize_weight_fp4 if kind == "fp4" else lambda w: quant.quantize_weight_fp8(w, kind == "fp8_rows")
+    fake = jax.jit(lambda w: quant.fake_quantize_weight(kind, w))
+    codes, scale = jax.jit(store)(w)
+    assert codes.shape == ((2, 64, 48) if kind == "fp4" else w.shape)
+    assert scale.shape == ((2, 2, 3) if kind == "fp8" else (2, 64, 3))
+    assert scale.dtype == E8M0
+    stored = dequantise({"weight": codes, "scale": scale}, jnp.float32)
+    assert_same_bits(fake(w), stored)
+    assert_same_bits(fake(stored), stored)  # idempotent
+    assert_same_bits(
+        jax.grad(lambda w: jnp.sum(quant.fake_quantize_weight(kind, w) * w[::-1]))(w), w[::-1] + stored[::-1]
+    )
+
+
+def test_storing_a_released_weight_again_changes_nothing():
+    for name, store in (("w_fp8", quant.quantize_weight_fp8), ("w_fp4", quant.quantize_weight_fp4)):
+        codes, scale = jax.jit(store)(jnp.asarray(GOLD[f"{name}.dequant"]))
+        again = dequantise({"weight": codes, "scale": scale}, jnp.float32)
+        np.testing.assert_array_equal(again, GOLD[f"{name}.dequant"])
+
+
+def test_a_block_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="48"):
+        quant.q8(jnp.zeros((2, 48)))
+    with pytest.raises(ValueError, match="24"):
+        quant.q4_main(jnp.zeros((2, 24)))
+
+
+def numpy_quantise(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The three quantisers as the formats' own casts: code values and scales of x [n, 64], float32."""
+    block, floor, kind = {
+        "fp8_b32": (32, 1e-4, E4M3),
+        "fp4_b32_e8m0": (32, 6 * 2.0**-126, E2M1),
+        "fp4_b16_e4m3": (16, 6 * 2.0**-9, E2M1),
+    }[name]
+    limit = 448 if kind is E4M3 else 6
+    blocks = x.astype(np.float32).reshape(len(x), -1, block)
+    amax = np.maximum(np.abs(blocks).max(-1, keepdims=True), np.float32(floor))
+    if name == "fp4_b16_e4m3":
+        scale = np.minimum(amax / np.float32(6), 448).astype(E4M3).astype(np.float32)
+    else:
+        scale = np.exp2(np.ceil(np.log2((amax * np.float32(1 / limit)).astype(np.float64)))).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return np.clip(blocks / scale, -limit, limit).astype(kind).astype(np.float32), scale[..., 0]
+
+
+@given(hnp.arrays(np.uint16, (3, 64), elements=st.integers(0, 0xFFFF)), st.sampled_from(sorted(QUANTISERS)))
+def test_any_finite_bf16_block_equals_numpy(patterns, name):
+    patterns = np.where(patterns & 0x7F80 == 0x7F80, patterns & 0xBFFF, patterns)  # no infinities or NaN
+    patterns = np.where(patterns & 0x7F80 == 0, patterns & 0x8000, patterns)  # subnormals have golden rows
+    x = patterns.astype(np.uint16).view(BF16)
+    codes, scale = quantise_jitted[name](x)
+    got_scale = quant.e8m0_to_f32(scale) if scale.dtype == E8M0 else scale
+    got = codes if name == "fp8_b32" else GOLD["e2m1_table"][np.asarray(codes)]
+    want, want_scale = numpy_quantise(name, x)
+    np.testing.assert_array_equal(wide(got_scale), want_scale)
+    assert_same_bits(wide(got).reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("mistake", ["ceil", "floor", "half_away"])
+def test_wrong_rounding_fails_the_golden_rows(mistake, monkeypatch):
+    """Negative control: ties and in-between values are really in the rows."""
+    wrong = {"ceil": jnp.ceil, "floor": jnp.floor, "half_away": lambda v: jnp.sign(v) * jnp.floor(jnp.abs(v) + 0.5)}
+
+    def round_e2m1(x):
+        x = jnp.clip(x, -6, 6)
+        step = jnp.where(jnp.abs(x) < 2, 0.5, jnp.where(jnp.abs(x) < 4, 1.0, 2.0))
+        return wrong[mistake](x / step) * step
+
+    monkeypatch.setattr(quant, "round_e2m1", round_e2m1)
+    for name in ("fp4_b32_e8m0", "fp4_b16_e4m3"):
+        codes, _ = jax.jit(lambda x, q=QUANTISERS[name][0]: q(x))(jnp.asarray(GOLD["x"]))
+        assert (np.asarray(codes) != GOLD[f"{name}.codes"]).any()
+
+
+def test_a_scale_that_is_not_rounded_up_fails_the_golden_rows(monkeypatch):
+    """Negative control: the power of two below instead of above saturates codes."""
+
+    def below(v):
+        word = jax.lax.bitcast_convert_type(v.astype(jnp.float32), jnp.uint32) & jnp.uint32(0x7F800000)
+        return jax.lax.bitcast_convert_type(word, jnp.float32)
+
+    monkeypatch.setattr(quant, "power_of_two_at_least", below)
+    codes, _ = jax.jit(lambda x: quant.q8(x))(jnp.asarray(GOLD["x"]))
+    assert (bits(codes) != bits(GOLD["fp8_b32.codes"])).any()
