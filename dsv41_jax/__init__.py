@@ -1,8 +1,8 @@
 """DeepSeek-V4.1-Flash in JAX and Flax.
 
-    import dsv41_jax as ds
-    model = ds.load("demo")
-    print(model.generate("The harbour", max_new_tokens=40, temperature=0))
+import dsv41_jax as ds
+model = ds.load("demo")
+print(model.generate("The harbour", max_new_tokens=40, temperature=0))
 """
 
 from dsv41_jax import cache

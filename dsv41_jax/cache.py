@@ -1,4 +1,5 @@
-"""Per-sequence state as a typed pytree, indexed by absolute position, and the block of tokens that reads and extends it.
+"""Per-sequence state as a typed pytree, indexed by absolute position, and the block of tokens that reads and extends
+it.
 
     window       [L, B, R, d]       ring of the last rows of each layer, position p in slot p mod R
     draft_window [M, B, R, d]       the same for the draft blocks, fed from the tapped layers
@@ -6,8 +7,9 @@
     index_key    r<ratio>: [S, B, N, di]
     tail         r<ratio>: values, gates [S, B, R', d] float32: raw compressor rows of the last tokens (ratio > 1)
 
-Going back to a shorter length needs no copying: rings are larger than the window by `MAX_REWIND` rows, and everything else past the length is
-not visible and will be written again. The values stored here are quantised where the numerics quantise, in the activation dtype.
+Going back to a shorter length needs no copying: rings are larger than the window by `MAX_REWIND` rows, and everything
+else past the length is not visible and will be written again. The values stored here are quantised where the numerics
+quantise, in the activation dtype.
 """
 
 import dataclasses
@@ -113,7 +115,11 @@ class CachedBlock:
         return self._angles[compressed]
 
     def window(self, state: CacheArrays, layer: Array | int, rows: Array) -> tuple[CacheArrays, Array, Array]:
-        old = state.window[layer] if isinstance(layer, int) else jax.lax.dynamic_index_in_dim(state.window, layer, keepdims=False)
+        old = (
+            state.window[layer]
+            if isinstance(layer, int)
+            else jax.lax.dynamic_index_in_dim(state.window, layer, keepdims=False)
+        )
         keys = jnp.concatenate([old, rows.astype(old.dtype)], axis=1)
         ring = ring_write(state.window, layer, rows, self.start, self.n_valid)
         return state.replace(window=ring), keys, self.window_mask
@@ -189,7 +195,8 @@ class Cache:
         arrays: the device arrays.
         lengths: int32 [B], tokens seen by each row.
         written: int32 [B], the furthest position written; rows past `lengths` still occupy ring slots.
-        history: int64 [B, H] compressed ids of the last tokens for the Engram hash (newest last, -1 for none), or None without Engram.
+        history: int64 [B, H] compressed ids of the last tokens for the Engram hash (newest last, -1 for none), or None
+            without Engram.
         max_len: tokens a row can hold.
     """
 
@@ -229,12 +236,14 @@ class Cache:
         """
         lengths = np.asarray(lengths, np.int32)
         if lengths.shape != self.lengths.shape:
-            raise ValueError(f"rewind needs one length for each of {self.lengths.shape[0]} rows, got shape {lengths.shape}")
+            raise ValueError(
+                f"rewind needs one length for each of {self.lengths.shape[0]} rows, got shape {lengths.shape}"
+            )
         oldest = np.maximum(self.written - MAX_REWIND, 0)
         if (lengths > self.lengths).any() or (lengths < oldest).any():
             raise ValueError(
-                f"cannot rewind from {self.lengths.tolist()} to {lengths.tolist()}: rows can go back to {oldest.tolist()} "
-                f"({MAX_REWIND} tokens before the furthest one written) and not forward"
+                f"cannot rewind from {self.lengths.tolist()} to {lengths.tolist()}: rows can go back to "
+                f"{oldest.tolist()} ({MAX_REWIND} tokens before the furthest one written) and not forward"
             )
         history = self.history
         if history is not None:

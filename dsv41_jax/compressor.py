@@ -1,7 +1,7 @@
 """Compressor of the global stream: one latent per group of `ratio` tokens, and what is cached of it.
 
-Ratio 1 is a projection and a norm. A larger ratio pools each channel of a group with a softmax over its tokens; the projections of
-an incomplete group wait (float32) until its last token arrives.
+Ratio 1 is a projection and a norm. A larger ratio pools each channel of a group with a softmax over its tokens; the
+projections of an incomplete group wait (float32) until its last token arrives.
 """
 
 import flax.linen as nn
@@ -19,7 +19,8 @@ from dsv41_jax.rope import rotate_tail
 class Compressor(nn.Module):
     """Latents of one KV source and the two entries cached for each.
 
-    Parameters: wkv [head_dim, D], wgate [head_dim, D] (ratio > 1), norm [head_dim], wk [index_head_dim, head_dim], k_norm [index_head_dim].
+    Parameters: wkv [head_dim, D], wgate [head_dim, D] (ratio > 1), norm [head_dim], wk [index_head_dim, head_dim],
+    k_norm [index_head_dim].
     """
 
     ratio: int
@@ -54,7 +55,8 @@ class Compressor(nn.Module):
     def entries(self, latent: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         """Cached values of latents [..., head_dim] at the angles of their group's first position.
 
-        Returns main KV [..., head_dim] and index key [..., index_head_dim], rotated, then quantised (in numerics that quantise).
+        Returns main KV [..., head_dim] and index key [..., index_head_dim], rotated, then quantised (in numerics that
+        quantise).
         """
         main_kv = rotate_tail(latent, cos, sin, self.numerics)
         index_key = rotate_tail(self.k_norm(self.wk(latent)), cos, sin, self.numerics)

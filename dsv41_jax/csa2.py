@@ -1,6 +1,8 @@
-"""CSA2 attention: a causal window of raw positions and selected entries of a shared compressed stream, under one softmax.
+"""CSA2 attention: a causal window of raw positions and selected entries of a shared compressed stream, under one
+softmax.
 
-One latent KV vector per position serves all heads and is both key and value. A learned sink per head enters the denominator only.
+One latent KV vector per position serves all heads and is both key and value. A learned sink per head enters the
+denominator only.
 """
 
 import flax.linen as nn
@@ -35,8 +37,8 @@ def attend(
             selected_mask bool [B, t, K or N].
 
     Returns:
-        [B, t, H, d] in the activation dtype. Probabilities are rounded to it too (relative to the row maximum); the denominator is
-        not rounded. A query without any key yields exactly 0.
+        [B, t, H, d] in the activation dtype. Probabilities are rounded to it too (relative to the row maximum); the
+        denominator is not rounded. A query without any key yields exactly 0.
     """
     scale = jnp.float32(q.shape[-1] ** -0.5)
     parts = [("bthd,bnd->bthn", "bthn,bnd->bthd", window_kv, window_mask)]
@@ -61,8 +63,8 @@ def attend(
 class Attention(nn.Module):
     """The projections of an attention layer.
 
-    Parameters: wq_a [q_lora, D], q_norm [q_lora], wq_b [H * d, q_lora], wkv [d, D], kv_norm [d], attn_sink [H], wo_a [G * o_lora, H * d / G],
-    wo_b [D, G * o_lora]. Queries are normed in the low rank only, never per head.
+    Parameters: wq_a [q_lora, D], q_norm [q_lora], wq_b [H * d, q_lora], wkv [d, D], kv_norm [d], attn_sink [H], wo_a [G
+    * o_lora, H * d / G], wo_b [D, G * o_lora]. Queries are normed in the low rank only, never per head.
     """
 
     hidden: int

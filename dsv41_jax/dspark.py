@@ -1,7 +1,8 @@
 """DSpark: draft blocks that propose the next tokens from the backbone's tapped streams.
 
-Each draft block keeps a window of KV rows made from one shared input per token (the tapped means, projected). A round feeds the anchor token
-and noise tokens through the blocks; a low-rank Markov head then adds what the previous token says, left to right.
+Each draft block keeps a window of KV rows made from one shared input per token (the tapped means, projected). A round
+feeds the anchor token and noise tokens through the blocks; a low-rank Markov head then adds what the previous token
+says, left to right.
 """
 
 from typing import Any
@@ -37,7 +38,13 @@ def window_rows(config: ModelConfig, numerics: Numerics, params: Params, m: int,
 
 
 def seed_windows(
-    config: ModelConfig, numerics: Numerics, params: Params, arrays: CacheArrays, taps: dict[int, Array], start: Array, n_valid: Array
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    arrays: CacheArrays,
+    taps: dict[int, Array],
+    start: Array,
+    n_valid: Array,
 ) -> CacheArrays:
     """Add a block's tokens to every draft window."""
     x = main_input(config, numerics, params, taps)
@@ -125,7 +132,8 @@ def draft(
     """One draft round after the backbone has processed `start` tokens of each row.
 
     Args:
-        anchor: int32 [B], the next token, at position start [B]. temperature: float32 scalar, 0 for argmax. key: PRNG key.
+        anchor: int32 [B], the next token, at position start [B]. temperature: float32 scalar, 0 for argmax. key: PRNG
+            key.
 
     Returns:
         tokens int32 [B, block + 1] (the anchor first), logits float32 [B, block, V], raw confidence float32 [B, block].

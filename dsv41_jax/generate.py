@@ -26,7 +26,8 @@ class Model:
     """A loaded model. Made by `dsv41_jax.load`; every call is a pure function of parameters, inputs and cache.
 
     Attributes:
-        config: the `ModelConfig`. layer_map: the layer-share map, backbone then draft blocks. params: the parameter pytree.
+        config: the `ModelConfig`. layer_map: the layer-share map, backbone then draft blocks. params: the parameter
+            pytree.
         tokenizer: the folder's tokenizer, or None.
     """
 
@@ -81,13 +82,15 @@ class Model:
         ids = self._check_ids(token_ids, 2)
         lengths = np.full(len(ids), ids.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
         if lengths.shape != (len(ids),) or (lengths < 1).any() or (lengths > ids.shape[1]).any():
-            raise ValueError(f"lengths={lengths.tolist()}: one number from 1 to {ids.shape[1]} is needed for each of {len(ids)} rows")
+            raise ValueError(
+                f"lengths={lengths.tolist()}: one number from 1 to {ids.shape[1]} is needed for each of {len(ids)} rows"
+            )
         limit = self.config.max_position_embeddings
         if max_len is None:
             max_len = min(cache_bucket(ids.shape[1] + DECODE_ROOM), limit)
         if not ids.shape[1] <= max_len <= limit:
             raise ValueError(
-                f"max_len={max_len}: it must hold the prompt of {ids.shape[1]} tokens and be at most max_position_embeddings={limit}"
+                f"lengths={lengths.tolist()}: one number from 1 to {ids.shape[1]} is needed for each of {len(ids)} rows"
             )
         checked = check_images(images, ids, lengths, self.config)
         return self._runner.prefill(ids, lengths, checked, max_len, all_logits)
@@ -126,7 +129,8 @@ class Model:
             temperature: 0 drafts the likeliest tokens; above 0 a key is needed.
 
         Returns:
-            tokens int32 [B, block + 1] (the given one first), logits float32 [B, block, V], raw confidence float32 [B, block].
+            tokens int32 [B, block + 1] (the given one first), logits float32 [B, block, V], raw confidence float32 [B,
+            block].
 
         Raises:
             ValueError: no draft blocks, nothing in the cache, bad ids, or a temperature without a key.
@@ -145,8 +149,8 @@ class Model:
         """Mean next-token cross-entropy in nats of the cacheless forward.
 
         Args:
-            token_ids: int32 [B, T]. segment_ids: int32 [B, T]; stretches of equal ids are samples of their own, without targets
-                across their borders. None: every row is one sample.
+            token_ids: int32 [B, T]. segment_ids: int32 [B, T]; stretches of equal ids are samples of their own, without
+                targets across their borders. None: every row is one sample.
         """
         return evaluate.loss(*self._loss_arguments(token_ids, segment_ids), **self._static())
 
@@ -221,7 +225,12 @@ class Model:
             yield piece
 
     def _tokens(
-        self, texts: list[str], max_new_tokens: int, options: SamplingOptions, stop_ids: Sequence[int], prefill_mode: str
+        self,
+        texts: list[str],
+        max_new_tokens: int,
+        options: SamplingOptions,
+        stop_ids: Sequence[int],
+        prefill_mode: str,
     ) -> Iterator[tuple[int, int]]:
         """(row, token) pairs in the order they are made."""
         stops = {self.config.eos_token_id, *self._check_ids(np.asarray(list(stop_ids), np.int64), 1).tolist()}
@@ -236,7 +245,8 @@ class Model:
         limit = self.config.max_position_embeddings
         if lengths.max() + max_new_tokens > limit:
             raise ValueError(
-                f"a prompt of {lengths.max()} tokens and max_new_tokens={max_new_tokens} exceed max_position_embeddings={limit}"
+                f"a prompt of {lengths.max()} tokens and max_new_tokens={max_new_tokens} exceed "
+                f"max_position_embeddings={limit}"
             )
         rows = 1 << (len(texts) - 1).bit_length()  # a bucket: spare rows repeat the first prompt and are not reported
         encoded += [encoded[0]] * (rows - len(texts))
@@ -266,7 +276,9 @@ class Model:
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError("this model's folder has no tokenizer.json: text calls need one, token calls (prefill, decode) do not")
+            raise ValueError(
+                "this model's folder has no tokenizer.json: text calls need one, token calls (prefill, decode) do not"
+            )
         return self.tokenizer
 
     def _static(self) -> dict[str, Any]:
@@ -292,7 +304,10 @@ class Model:
         ids = np.asarray(token_ids)
         allowed = (ndim,) if isinstance(ndim, int) else ndim
         if ids.ndim not in allowed or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise ValueError(f"token ids must be whole numbers in an array of {' or '.join(map(str, allowed))} axes, got {ids.dtype} {ids.shape}")
+            raise ValueError(
+                f"token ids must be whole numbers in an array of {' or '.join(map(str, allowed))} axes, "
+                f"got {ids.dtype} {ids.shape}"
+            )
         if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
             raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {ids.min()}..{ids.max()}")
         if ids.ndim == 2 and not ids.size:

@@ -1,6 +1,8 @@
-"""Single-pass manifold-constrained hyper-connections (mHC): C residual streams, mixed by coefficients made from the streams.
+"""Single-pass manifold-constrained hyper-connections (mHC): C residual streams, mixed by coefficients made from the
+streams.
 
-A sublayer (attention or FFN) reads one collapsed stream and its output is spread over all of them. The collapse weights lag by one
+A sublayer (attention or FFN) reads one collapsed stream and its output is spread over all of them. The collapse weights
+lag by one
 sublayer: what a sublayer reads was mixed by the weights of the sublayer before it, and its own `pre` is handed on.
 """
 
@@ -14,7 +16,9 @@ from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 
 
 def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
-    """Doubly stochastic [C, C, n] from logits [C, C, n] (source, destination, token), float32; ends on a column pass."""
+    """Doubly stochastic [C, C, n] from logits [C, C, n] (source, destination, token), float32; ends on a column
+    pass.
+    """
     m = jax.nn.softmax(logits, axis=1) + eps
     m = m / (jnp.sum(m, axis=0, keepdims=True) + eps)
 
@@ -38,7 +42,7 @@ class HyperConnection(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
         """x [..., C, D] -> pre [..., C], post [..., C], comb [..., C source, C destination], float32."""
-        *lead, c, d = x.shape
+        c = x.shape[-2]
         rows = (2 + c) * c
         fn = self.param("fn", nn.initializers.normal(0.02), (rows, c * d))
         base = self.param("base", nn.initializers.zeros, (rows,))
@@ -81,7 +85,9 @@ def collapse(x: Array, pre: Array, numerics: Numerics) -> Array:
 
 
 def expand(u: Array, x: Array, post: Array, comb: Array, numerics: Numerics) -> Array:
-    """Spread a sublayer's output u [..., D] over the streams x [..., C, D]: x'_k = post_k u + sum_j comb[j, k] x_j, one rounding."""
+    """Spread a sublayer's output u [..., D] over the streams x [..., C, D]: x'_k = post_k u + sum_j comb[j, k] x_j, one
+    rounding.
+    """
     total = post[..., :, None] * u.astype(jnp.float32)[..., None, :]
     if numerics.dtype == jnp.float32:
         return total + einsum_f32("...jk,...jd->...kd", comb, x)  # see `collapse`

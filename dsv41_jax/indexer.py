@@ -1,7 +1,7 @@
 """Lightning indexer: which entries of the compressed stream a query attends to.
 
-Scores are rounded to the activation dtype in three places (per-head dot, weighted head, head sum), as the release does: they decide ties.
-Everywhere the lowest index wins a tie.
+Scores are rounded to the activation dtype in three places (per-head dot, weighted head, head sum), as the release does:
+they decide ties. Everywhere the lowest index wins a tie.
 """
 
 import flax.linen as nn
@@ -27,13 +27,17 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(self.heads, self.numerics, quantized=False)
 
     def __call__(self, qr: Array, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-        """qr [B, t, q_lora], y [B, t, D], angles [B, t, rope/2] -> queries [B, t, heads, dim], weights [B, t, heads]."""
+        """qr [B, t, q_lora], y [B, t, D], angles [B, t, rope/2] -> queries [B, t, heads, dim], weights [B, t,
+        heads].
+        """
         q = self.wq_b(qr)
         q = q.reshape(*q.shape[:-1], self.heads, self.dim)
         q = rotate_tail(q, cos[..., None, :], sin[..., None, :], self.numerics)
         if self.numerics.quantize_activations:
             q = quant.fake_q4_index(q)
-        constant = jnp.float32(self.dim**-0.5 * self.heads**-0.5)  # a float32 scalar: rounding it to bf16 first would differ
+        constant = jnp.float32(
+            self.dim**-0.5 * self.heads**-0.5
+        )  # a float32 scalar: rounding it to bf16 first would differ
         weights = self.numerics.round(self.weights_proj(y).astype(jnp.float32) * constant)
         return q, weights
 
@@ -69,7 +73,8 @@ def candidate_blocks(
 
     Args:
         scores: float32 [B, t, N] of the candidate source. visible: bool [B, t, N].
-        newest_block: int32 [B, t], the block that holds the query's newest visible entry (always kept); negative if there is none.
+        newest_block: int32 [B, t], the block that holds the query's newest visible entry (always kept); negative if
+            there is none.
         entry_block: int32 [B, N], the block of each entry, or None when entry n is in block n // `block`.
         block: candidate_block_size. topk: candidate_topk_blocks.
 
@@ -84,7 +89,11 @@ def candidate_blocks(
         best = jnp.max(padded.reshape(b, t, blocks, block), axis=-1)
     else:
         blocks = n
-        best = jnp.full((b, t, blocks), -jnp.inf).at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], entry_block[:, None]].max(masked)
+        best = (
+            jnp.full((b, t, blocks), -jnp.inf)
+            .at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], entry_block[:, None]]
+            .max(masked)
+        )
     best = jnp.where(jnp.arange(blocks) == newest_block[..., None], jnp.inf, best)
     values, numbers = jax.lax.top_k(best, min(topk, blocks))
     return jnp.where(values > -jnp.inf, numbers, -1).astype(jnp.int32)
@@ -94,7 +103,11 @@ def pool_mask(pool: Array, n: int, entry_block: Array | None, block: int) -> Arr
     """bool [B, t, n]: entries inside the pool of block numbers [B, t, P]."""
     b, t, _ = pool.shape
     blocks = -(-n // block) if entry_block is None else n
-    kept = jnp.zeros((b, t, blocks + 1), bool).at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], jnp.where(pool < 0, blocks, pool)].set(True)
+    kept = (
+        jnp.zeros((b, t, blocks + 1), bool)
+        .at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], jnp.where(pool < 0, blocks, pool)]
+        .set(True)
+    )
     if entry_block is None:
         return jnp.repeat(kept[..., :blocks], block, axis=-1)[..., :n]
     return jnp.take_along_axis(kept, jnp.broadcast_to(entry_block[:, None], (b, t, n)), axis=-1)

@@ -24,7 +24,9 @@ def pick(tree: Any, index: Array | int) -> Any:
 
 
 def unstack(tree: Any) -> tuple:
-    """A stacked subtree as a tuple of subtrees. The gradient of a split is one concatenation, whatever the number of layers."""
+    """A stacked subtree as a tuple of subtrees. The gradient of a split is one concatenation, whatever the number of
+    layers.
+    """
     leaves, structure = jax.tree.flatten(tree)
     n = leaves[0].shape[0]
     parts = [[p[0] for p in jax.lax.split(leaf, (1,) * n)] for leaf in leaves]
@@ -37,7 +39,8 @@ class LayerLoop:
     Attributes:
         rolled: use scans for repeated layers. Training unrolls (parameters unstacked), tests that look inside do too.
         taps: stream means at the tapped layers, filled while running, by layer.
-        record: per-layer values when `rolled` is off and recording is on: block_out, pre_mix, post_engram, experts, selection, pool.
+        record: per-layer values when `rolled` is off and recording is on: block_out, pre_mix, post_engram, experts,
+            selection, pool.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class LayerLoop:
         self.taps: dict[int, Array] = {}
 
     def __call__(self, segments: tuple[Segment, ...], x: Array, pre: Array, state: Any, pool: Array | None):
-        """x [B, t, C, D], pre [B, t, C], key-store state, pool [B, t, P] or None -> the same four after the segments."""
+        """x [B, t, C, D], pre [B, t, C], key-store state, pool [B, t, P] or None -> the same four after the
+        segments.
+        """
         carry = (x, pre, state, pool)
         for segment in segments:
             if segment.repeats == 1 or not self.rolled:

@@ -1,7 +1,8 @@
 """How the layer loop is rolled up: consecutive layers of one kind share one traced body.
 
-The plan is derived from the layer-share map. A segment is a group of layers that starts at an index source (or the window-only layers
-before the first one), repeated `repeats` times; a run is a stretch of equal layers inside it. The released model has 40 layers and 12 traced bodies.
+The plan is derived from the layer-share map. A segment is a group of layers that starts at an index source (or the
+window-only layers before the first one), repeated `repeats` times; a run is a stretch of equal layers inside it. The
+released model has 40 layers and 12 traced bodies.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ class Segment:
     Attributes:
         first: first layer. size: layers of one group. repeats: groups.
         runs: the group's layers.
-        kv_slot, index_slot: where the group's sources stand among the KV sources of `ratio` and among all index sources.
+        kv_slot, index_slot: where the group's sources stand among the KV sources of `ratio` and among all index
+            sources.
         kv_step, index_step: how far the slots move from one group to the next.
     """
 

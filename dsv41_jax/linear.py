@@ -56,7 +56,8 @@ class Linear(nn.Module):
 
 
 class LinearF32(nn.Module):
-    """x [..., in] -> float32 [..., features], unrounded: for weights the release stores in bf16 and multiplies in float32."""
+    """x [..., in] -> float32 [..., features], unrounded: for weights the release stores in bf16 and multiplies in
+    float32."""
 
     features: int
 

@@ -36,7 +36,8 @@ def load(
     Args:
         path: "demo" (the model inside this package), a folder in the released format, or a hub id "owner/name".
         mesh: None: parameters go to the default device. Sharding over a mesh is not part of this version.
-        numerics: "released" (bf16, FP8 and FP4 activations and caches), "noquant" (bf16, those unquantised) or "float32".
+        numerics: "released" (bf16, FP8 and FP4 activations and caches), "noquant" (bf16, those unquantised) or
+            "float32".
         engram: where the Engram tables are: "device", "host" (memory) or "mmap" (rows are read from the file).
         expert_storage: "fp4", "fp8" (only where exact) or "bf16".
         token_map: int array [vocab], raw id -> Engram id, for folders without a tokenizer.json.
@@ -47,14 +48,16 @@ def load(
         the `Model`.
 
     Raises:
-        ValueError: an unknown choice, or a model with Engram layers and neither tokenizer nor token map. CheckpointError: anything
-            wrong with the folder. FileNotFoundError: no such folder, and not a hub id.
+        ValueError: an unknown choice, or a model with Engram layers and neither tokenizer nor token map.
+            CheckpointError: anything wrong with the folder. FileNotFoundError: no such folder, and not a hub id.
     """
     chosen = numerics_module.named(numerics)
     if implementation not in ("auto", "reference"):
         raise ValueError(f"implementation={implementation!r} is unknown; this version has: auto, reference")
     if mesh is not None:
-        raise ValueError("mesh: sharding over a mesh is not part of this version; leave it out to use the default device")
+        raise ValueError(
+            "mesh: sharding over a mesh is not part of this version; leave it out to use the default device"
+        )
     folder = _find(path, revision)
     released = ReleasedFolder.open(folder)
     config = released.config
@@ -63,7 +66,9 @@ def load(
     if config.engram_layer_ids:
         if token_map is None:
             if tokenizer is None:
-                raise ValueError(f"{folder} has Engram layers and no tokenizer.json: pass token_map (raw id -> Engram id)")
+                raise ValueError(
+                    f"{folder} has Engram layers and no tokenizer.json: pass token_map (raw id -> Engram id)"
+                )
             token_map = compressed_token_map(tokenizer.backend)
         hasher = EngramHasher(config, token_map)
         if engram != "device":

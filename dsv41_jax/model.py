@@ -1,7 +1,7 @@
 """The model: embed -> encoder -> hand-over -> decoder -> head.
 
-Two forwards share every mechanism. `extend` runs a block of tokens against a cache (prefill and decode); `forward` runs whole samples without
-one (training, evaluation).
+Two forwards share every mechanism. `extend` runs a block of tokens against a cache (prefill and decode); `forward` runs
+whole samples without one (training, evaluation).
 """
 
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from dsv41_jax.numerics import Numerics, project_rows
 from dsv41_jax.packed import PackedSamples
 
 
-def embed(params: Params, numerics: Numerics, token_ids: Array, image_mask: Array | None, image_embeds: Array | None) -> Array:
+def embed(
+    params: Params, numerics: Numerics, token_ids: Array, image_mask: Array | None, image_embeds: Array | None
+) -> Array:
     """Token embeddings [B, t, D], image spans replaced by their embeddings [B, t, D]."""
     x = params["embed"]["weight"][token_ids].astype(numerics.dtype)
     if image_embeds is None:
@@ -29,7 +31,8 @@ def embed(params: Params, numerics: Numerics, token_ids: Array, image_mask: Arra
 
 
 def engram_rows(params: Params, numerics: Numerics, memory: dict[str, Array]) -> dict[str, Array]:
-    """Rows of each Engram layer: looked up on the device where `memory` holds row numbers, as given where it holds rows."""
+    """Rows of each Engram layer: looked up on the device where `memory` holds row numbers, as given where it holds
+    rows."""
 
     def rows(name: str, value: Array) -> Array:
         if jnp.issubdtype(value.dtype, jnp.integer):
@@ -82,7 +85,8 @@ def extend(
     """Run a block of tokens of each row against the cache, and add them to it.
 
     Args:
-        token_ids: int32 [B, t]; row b's tokens stand at positions start[b] .. start[b] + n_valid[b] - 1, the rest is padding and writes nothing.
+        token_ids: int32 [B, t]; row b's tokens stand at positions start[b] .. start[b] + n_valid[b] - 1, the rest is
+            padding and writes nothing.
         start, n_valid: int32 [B].
         memory: Engram input by layer name, [B, t, columns] row numbers or [B, t, columns, width] rows.
         image_mask: bool [B, t], image positions, with image_embeds [B, t, D]; None for text.
@@ -122,8 +126,8 @@ def forward(
         segment_ids: int32 [B, T]; each stretch of equal ids is a sample of its own. None: every row is one sample.
 
     Returns:
-        last hidden state [B, T, D] (apply `head`), and a dict with `taps` {layer: [B, T, D]}, `experts` {layer: int32 [B, T, k]} and
-        `attn_in` {layer: [B, T, D]}, the normed input of the attention.
+        last hidden state [B, T, D] (apply `head`), and a dict with `taps` {layer: [B, T, D]}, `experts` {layer: int32
+        [B, T, k]} and `attn_in` {layer: [B, T, D]}, the normed input of the attention.
     """
     b, t = token_ids.shape
     unstacked = {**params, "layers": unstack(params["layers"])}

@@ -58,12 +58,15 @@ def group_rows(experts: Array, n_experts: int) -> tuple[Array, Array, int]:
     rows = flat.shape[0]
     height = _tile_rows(rows, n_experts)
     tiles = rows // height + min(n_experts, rows)
-    one_hot = flat[:, None] == jnp.arange(n_experts)
-    rank = jnp.take_along_axis(jnp.cumsum(one_hot, axis=0), flat[:, None], axis=1)[:, 0] - 1
-    last_tile = jnp.cumsum(-(-jnp.sum(one_hot, axis=0) // height))
-    first_tile = jnp.concatenate([jnp.zeros(1, last_tile.dtype), last_tile[:-1]])
+    numbers = jnp.arange(n_experts)
+    before = jnp.sum(flat[:, None] < numbers, axis=0)  # rows of smaller experts
+    count = jnp.sum(flat[:, None] == numbers, axis=0)
+    last_tile = jnp.sum(jnp.where(numbers[:, None] <= numbers, -(-count // height)[:, None], 0), axis=0)
+    first_tile = last_tile - -(-count // height)
+    order = jnp.argsort(flat, stable=True)
+    rank = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows), unique_indices=True) - before[flat]
     position = first_tile[flat] * height + rank
-    tile_expert = jnp.minimum(jnp.searchsorted(last_tile, jnp.arange(tiles), side="right"), n_experts - 1)
+    tile_expert = jnp.minimum(jnp.sum(last_tile[None, :] <= jnp.arange(tiles)[:, None], axis=1), n_experts - 1)
     return position.reshape(experts.shape).astype(jnp.int32), tile_expert, height
 
 
@@ -77,7 +80,8 @@ def swiglu(gate: Array, up: Array, limit: float) -> Array:
 class MoE(nn.Module):
     """Routed experts plus the shared one.
 
-    Parameters: gate.{weight [E, D], bias [E], bias_vl [E]}, experts.{w1, w3 [E, inter, D], w2 [E, D, inter]} (FP4), shared_experts.{w1, w2, w3} (FP8).
+    Parameters: gate.{weight [E, D], bias [E], bias_vl [E]}, experts.{w1, w3 [E, inter, D], w2 [E, D, inter]} (FP4),
+    shared_experts.{w1, w2, w3} (FP8).
     """
 
     n_experts: int
@@ -119,7 +123,9 @@ class MoE(nn.Module):
         out = self._expert(tiled, self.experts(d), tiled_weights.reshape(-1, height, 1), "fp4", tile_expert)
         return out.reshape(slots, d)[position]
 
-    def _expert(self, x: Array, leaves: dict, weight: Array | None, stored_as: str, tile_expert: Array | None = None) -> Array:
+    def _expert(
+        self, x: Array, leaves: dict, weight: Array | None, stored_as: str, tile_expert: Array | None = None
+    ) -> Array:
         """One expert on rows [n, D], or one expert per tile on [tiles, height, D]."""
 
         def matmul(x: Array, leaf: dict) -> Array:

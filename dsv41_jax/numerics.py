@@ -21,7 +21,8 @@ class Numerics:
         name: public name.
         dtype: dtype of activations between modules (jnp.bfloat16 or jnp.float32).
         quantize_activations: whether matmul inputs, window KV, main KV and index queries/keys are quantised.
-        quantize_weights: whether float weights are quantised where they are used, with straight-through gradients (training only).
+        quantize_weights: whether float weights are quantised where they are used, with straight-through gradients
+            (training only).
     """
 
     name: str
@@ -80,8 +81,8 @@ def einsum_f32(spec: str, a: Array, b: Array) -> Array:
 def project_rows(x: Array, matrix: Array) -> Array:
     """x [..., k] times matrix [n, k] transposed -> float32 [..., n], unrounded.
 
-    A single row is computed twice: a matrix-vector product sums in another order than a matrix product, and a row's numbers
-    must not depend on whether it has neighbours.
+    A single row is computed twice: a matrix-vector product sums in another order than a matrix product, and a row's
+    numbers must not depend on whether it has neighbours.
     """
     lead = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1])

@@ -1,6 +1,7 @@
 """Key store of the cacheless forward: whole samples, several of them packed in a row, each seeing only itself.
 
-Windows, compression groups, candidate blocks and selection restart at every sample border. Used for training and evaluation.
+Windows, compression groups, candidate blocks and selection restart at every sample border. Used for training and
+evaluation.
 """
 
 from typing import Any
@@ -49,11 +50,14 @@ class _Entries:
             opens = self.valid & (self.number % block == 0)
             self.block = jnp.maximum(jnp.cumsum(opens, axis=1) - 1, 0)
             newest = jnp.max(jnp.where(self.visible, jnp.arange(n), -1), axis=-1)
-            self.newest_block = jnp.where(newest < 0, -1, jnp.take_along_axis(self.block, jnp.maximum(newest, 0), axis=1))
+            self.newest_block = jnp.where(
+                newest < 0, -1, jnp.take_along_axis(self.block, jnp.maximum(newest, 0), axis=1)
+            )
 
 
 class PackedSamples:
-    """A row of packed samples as its own key store; `state` is a dict filled by the KV sources (use an unrolled layer loop)."""
+    """A row of packed samples as its own key store; `state` is a dict filled by the KV sources (use an unrolled layer
+    loop)."""
 
     def __init__(self, config: ModelConfig, segment_ids: Array | None, batch: int, length: int):
         self.config = config
@@ -107,9 +111,11 @@ class PackedSamples:
         b, t, _ = selection.shape
         n = main_kv.shape[1]
         # A mask over all entries: samples are short, and the gradient needs no scatter.
-        mask = jnp.zeros((b, t, n), bool).at[
-            jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], jnp.where(selection < 0, n, selection)
-        ].set(True, mode="drop")
+        mask = (
+            jnp.zeros((b, t, n), bool)
+            .at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], jnp.where(selection < 0, n, selection)]
+            .set(True, mode="drop")
+        )
         return main_kv, mask
 
     def visible(self, ratio: int) -> Array:

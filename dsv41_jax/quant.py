@@ -7,8 +7,8 @@ Three activation quantisers work on blocks of the last axis, in float32:
     q4_index   32     power of two >= amax / 6   (UE8M0)       E2M1   index queries and keys
     q4_main    16     amax / 6 rounded to E4M3                 E2M1   main KV
 
-Rounding is to nearest, ties to the even code; the sign of zero is kept. The `fake_*` forms return the dequantised values
-and have straight-through gradients (identity).
+Rounding is to nearest, ties to the even code; the sign of zero is kept. The `fake_*` forms return the dequantised
+values and have straight-through gradients (identity).
 """
 
 import functools
@@ -75,7 +75,9 @@ def e2m1_codes(values: Array) -> Array:
 
 
 def e2m1_values(codes: Array) -> Array:
-    """float32 values of uint8 codes 0..15. Integer arithmetic only, so that no table lookup is needed on an accelerator."""
+    """float32 values of uint8 codes 0..15. Integer arithmetic only, so that no table lookup is needed on an
+    accelerator.
+    """
     c = codes.astype(jnp.uint32)
     double = (jnp.uint32(0xC8643210) >> (4 * (c & 7))) & 15
     value = double.astype(jnp.float32) * 0.5
@@ -106,9 +108,9 @@ def _amax(blocks: Array, floor: float) -> Array:
 def _ratio(blocks: Array, scale: Array) -> Array:
     """blocks / scale so that ties stay ties.
 
-    XLA may multiply by a rounded reciprocal, which can push a ratio that is exactly halfway between two codes to one side. Inputs have
-    8 significant bits and scales 4, so a ratio that is not a tie is further than 2^-12 from one: rounding to 16 bits mends the rest.
-    Subnormal inputs, which XLA reads as zero, are rebuilt from their bits.
+    XLA may multiply by a rounded reciprocal, which can push a ratio that is exactly halfway between two codes to one
+    side. Inputs have 8 significant bits and scales 4, so a ratio that is not a tie is further than 2^-12 from one:
+    rounding to 16 bits mends the rest. Subnormal inputs, which XLA reads as zero, are rebuilt from their bits.
     """
     bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
     tiny = (bits & 0x7FFFFF).astype(jnp.float32) * 2.0**-23 * (2.0**-126 / scale)
@@ -131,7 +133,9 @@ def _q4_index_parts(x: Array) -> tuple[Array, Array]:
 
 def _q4_main_parts(x: Array) -> tuple[Array, Array]:
     blocks = _blocks(x, MAIN_KV_BLOCK)
-    sixth = jax.lax.reduce_precision(_amax(blocks, _Q4_MAIN_FLOOR) / jnp.float32(E2M1_MAX), exponent_bits=8, mantissa_bits=16)
+    sixth = jax.lax.reduce_precision(
+        _amax(blocks, _Q4_MAIN_FLOOR) / jnp.float32(E2M1_MAX), exponent_bits=8, mantissa_bits=16
+    )
     scale = round_e4m3(sixth)
     return round_e2m1(_ratio(blocks, scale)), scale
 
@@ -180,8 +184,8 @@ def dequantize_weight(leaf: dict[str, Array], dtype: jnp.dtype = jnp.bfloat16) -
     """The [..., out, in] matrix of a weight leaf, exact in bf16 and float32.
 
     Args:
-        leaf: {"weight"} in a float dtype; {"weight" float8_e4m3fn [..., out, in], "scale" [..., out/32, in/32]} (dense FP8) or
-            [..., out, in/32] (per row); or {"weight" uint8 [..., out, in/2], "scale" [..., out, in/32]} (FP4).
+        leaf: {"weight"} in a float dtype; {"weight" float8_e4m3fn [..., out, in], "scale" [..., out/32, in/32]} (dense
+            FP8) or [..., out, in/32] (per row); or {"weight" uint8 [..., out, in/2], "scale" [..., out, in/32]} (FP4).
         dtype: result dtype.
 
     Raises:
@@ -197,13 +201,17 @@ def dequantize_weight(leaf: dict[str, Array], dtype: jnp.dtype = jnp.bfloat16) -
         values = weight.astype(jnp.float32)
     rows, columns = values.shape[-2:]
     if scale.shape[-1] * BLOCK != columns or scale.shape[-2] not in (rows, rows // BLOCK):
-        raise ValueError(f"scale {scale.shape} does not belong to a weight of {values.shape}: expected one per 32 columns")
+        raise ValueError(
+            f"scale {scale.shape} does not belong to a weight of {values.shape}: expected one per 32 columns"
+        )
     if scale.shape[-2] != rows:
         scale = _expand(scale, -2, BLOCK)
     return (values * _expand(scale, -1, BLOCK)).astype(dtype)
 
 
-def _weight_parts(w: Array, limit: float, rounder: Callable[[Array], Array], tile: tuple[int, int]) -> tuple[Array, Array]:
+def _weight_parts(
+    w: Array, limit: float, rounder: Callable[[Array], Array], tile: tuple[int, int]
+) -> tuple[Array, Array]:
     """Round w [..., out, in] to `rounder`'s grid with one power-of-two scale per tile (rows, columns)."""
     r, c = tile
     out, inner = w.shape[-2:]

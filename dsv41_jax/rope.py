@@ -1,8 +1,8 @@
 """Rotary position embedding: two tables made on the host, and the rotation of adjacent pairs.
 
-A layer with a compressed stream (ratio > 0) uses `compress_rope_theta` with YaRN for everything in it; a window-only layer
-(draft blocks included) uses `rope_theta` without YaRN. The tables hold the frequencies only: the angle is a float32 product, its sine
-and cosine are taken where the position is known.
+A layer with a compressed stream (ratio > 0) uses `compress_rope_theta` with YaRN for everything in it; a window-only
+layer (draft blocks included) uses `rope_theta` without YaRN. The tables hold the frequencies only: the angle is a
+float32 product, its sine and cosine are taken where the position is known.
 """
 
 import functools
@@ -19,8 +19,8 @@ from dsv41_jax.numerics import Numerics
 def frequencies(dim: int, theta: float) -> np.ndarray:
     """float32 [dim/2] inverse frequencies 1 / theta^(2i/dim).
 
-    The power is taken in float64 of the float32 exponent and rounded once: other float32 `pow` routines are off by an ulp,
-    which is 0.06 rad at a position of one million.
+    The power is taken in float64 of the float32 exponent and rounded once: other float32 `pow` routines are off by an
+    ulp, which is 0.06 rad at a position of one million.
     """
     exponent = (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)).astype(np.float64)
     power = np.power(np.float64(theta), exponent).astype(np.float32)
@@ -79,11 +79,13 @@ def rotate_tail(x: Array, cos: Array, sin: Array, numerics: Numerics, inverse: b
         x: [..., d]; cos and sin broadcast against x's leading axes.
         inverse: rotate by the negative angle.
     """
-    dim = 2 * cos.shape[-1]
-    head, tail = x[..., : x.shape[-1] - dim], x[..., x.shape[-1] - dim :].astype(jnp.float32)
-    pairs = tail.reshape(*tail.shape[:-1], dim // 2, 2)
-    re, im = pairs[..., 0], pairs[..., 1]
+    still = x.shape[-1] - 2 * cos.shape[-1]
     if inverse:
         sin = -sin
-    rotated = jnp.stack([re * cos - im * sin, re * sin + im * cos], axis=-1).reshape(tail.shape)
-    return jnp.concatenate([head.astype(numerics.dtype), numerics.round(rotated)], axis=-1)
+    pad = [(0, 0)] * (cos.ndim - 1) + [(still, 0)]
+    # The whole vector turns at once: the channels before the tail by the angle 0.
+    cos = jnp.pad(jnp.repeat(cos, 2, axis=-1), pad, constant_values=1.0)
+    sin = jnp.pad(jnp.stack([-sin, sin], axis=-1).reshape(*sin.shape[:-1], -1), pad)
+    x = x.astype(jnp.float32)
+    partner = jnp.flip(x.reshape(*x.shape[:-1], -1, 2), axis=-1).reshape(x.shape)
+    return numerics.round(x * cos + partner * sin)

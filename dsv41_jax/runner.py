@@ -29,7 +29,9 @@ _compiled = 0
 
 
 def compilations() -> int:
-    """Number of model programs compiled by this process so far (steps, drafts, losses), one per distinct shape and setting."""
+    """Number of model programs compiled by this process so far (steps, drafts, losses), one per distinct shape and
+    setting.
+    """
     return _compiled
 
 
@@ -69,7 +71,15 @@ def _extend(
 @functools.partial(jax.jit, static_argnames=("config", "numerics"))
 @counted
 def _draft(
-    params: Params, arrays: CacheArrays, anchor: Array, start: Array, temperature: Array, key: Array, *, config, numerics
+    params: Params,
+    arrays: CacheArrays,
+    anchor: Array,
+    start: Array,
+    temperature: Array,
+    key: Array,
+    *,
+    config,
+    numerics,
 ):
     return dspark.draft(config, numerics, params, arrays, anchor, start, temperature, key)
 
@@ -128,7 +138,8 @@ class Runner:
         end = cache.lengths + n_valid
         if (end > cache.max_len).any():
             raise ValueError(
-                f"{int(end.max())} tokens do not fit the cache: it holds max_len={cache.max_len} a row (see prefill's max_len)"
+                f"{int(end.max())} tokens do not fit the cache: it holds max_len={cache.max_len} a row "
+                "(see prefill's max_len)"
             )
         memory, history = self._memory(cache, token_ids, n_valid, image_mask)
         logits, arrays = _extend(
@@ -160,7 +171,9 @@ class Runner:
         return self.engram_input(rows), np.take_along_axis(joined, keep, axis=1)
 
     def engram_input(self, rows: np.ndarray) -> dict[str, Array]:
-        """Row numbers [layers, B, t, columns] -> the step's input: numbers for tables on the device, rows for the others."""
+        """Row numbers [layers, B, t, columns] -> the step's input: numbers for tables on the device, rows for the
+        others.
+        """
         memory = {}
         for i, layer in enumerate(self.hasher.layer_ids):
             value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i]

@@ -15,7 +15,8 @@ class SamplingOptions:
     Attributes:
         temperature: 0 takes the most likely token; larger values flatten the distribution.
         top_k: only the k most likely tokens; None for all.
-        top_p: only the most likely tokens that together reach this probability (after temperature and top_k); 1 for all.
+        top_p: only the most likely tokens that together reach this probability (after temperature and top_k); 1 for
+            all.
         seed: seed of the run. Row i draws from a stream of its own, made from the seed and i.
 
     Raises:
@@ -28,7 +29,9 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self):
-        if not (isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature) and self.temperature >= 0):
+        if not (
+            isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature) and self.temperature >= 0
+        ):
             raise ValueError(f"temperature={self.temperature!r}: a finite number of at least 0 is needed")
         if self.top_k is not None and not (_is_int(self.top_k) and self.top_k >= 1):
             raise ValueError(f"top_k={self.top_k!r}: a whole number of at least 1 is needed, or None for all tokens")
@@ -60,7 +63,9 @@ def filtered_logits(logits: Array, temperature: Array, top_k: Array, top_p: Arra
 
 @jax.jit
 def sample(logits: Array, temperature: Array, top_k: Array, top_p: Array, seed: Array, step: Array) -> Array:
-    """Next token of each row: logits float32 [B, V] -> int32 [B]. Scalars as in `filtered_logits`; temperature 0 is argmax."""
+    """Next token of each row: logits float32 [B, V] -> int32 [B]. Scalars as in `filtered_logits`; temperature 0 is
+    argmax.
+    """
     rows = jnp.arange(logits.shape[0])
     keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step))(rows)
     filtered = filtered_logits(logits, jnp.maximum(temperature, 1e-6), top_k, top_p)

@@ -1,7 +1,7 @@
 """Golden arrays of single modules, and the comparisons their tests use.
 
-Each tolerance comes from two independent implementations of the released arithmetic: they agree to a relative rms of 1.2e-3 with at least
-99.5 % of the bf16 outputs of a module equal, and to 1e-7 where everything is float32.
+Each tolerance comes from two independent implementations of the released arithmetic: they agree to a relative rms of
+1.2e-3 with at least 99.5 % of the bf16 outputs of a module equal, and to 1e-7 where everything is float32.
 """
 
 import functools
