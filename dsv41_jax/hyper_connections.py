@@ -42,7 +42,7 @@ class HyperConnection(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
         """x [..., C, D] -> pre [..., C], post [..., C], comb [..., C source, C destination], float32."""
-        c = x.shape[-2]
+        c, d = x.shape[-2:]
         rows = (2 + c) * c
         fn = self.param("fn", nn.initializers.normal(0.02), (rows, c * d))
         base = self.param("base", nn.initializers.zeros, (rows,))

@@ -35,7 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="folder that launch/demo_data.py wrote")
     parser.add_argument("--run", required=True, help="folder for checkpoints and the log")
     parser.add_argument("--out", required=True, help="folder for the finished model; must not hold one yet")
-    parser.add_argument("--steps", type=int, default=1600, help="steps of the backbone")
+    parser.add_argument("--steps", type=int, default=1400, help="steps of the backbone")
     parser.add_argument("--draft-steps", type=int, default=600, help="steps of the drafter")
     parser.add_argument("--batch", type=int, default=8, help="windows of a batch")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
@@ -43,6 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-peak", type=float, default=4e-3, help="highest learning rate of the drafter")
     parser.add_argument("--quantized-from", type=float, default=0.6, help="share of the steps that run unquantised first")
     parser.add_argument("--decay-from", type=float, default=0.6, help="share of the steps before the rate falls")
+    parser.add_argument("--bias-speed", type=float, default=0.01, help="how far a router bias moves in a step")
     parser.add_argument("--anchors", type=int, default=24, help="draft rounds of each window")
     parser.add_argument("--seed", type=int, default=0, help="seed of parameters, order and anchors")
     return parser.parse_args(argv)
@@ -77,7 +78,10 @@ def train(flags: argparse.Namespace) -> dict:
 
     schedule = learning_rate(flags.peak, flags.steps, min(60, flags.steps // 4), int(flags.decay_from * flags.steps))
     optimizer = make_optimizer(schedule)
-    steps = {n: backbone_step(config, n, optimizer) for n in (numerics.FLOAT32, numerics.QUANTIZED_TRAINING)}
+    steps = {
+        n: backbone_step(config, n, optimizer, flags.bias_speed)
+        for n in (numerics.FLOAT32, numerics.QUANTIZED_TRAINING)
+    }
     state = run_stage(
         "backbone",
         new_state(params, optimizer, flags.seed),

@@ -15,7 +15,7 @@ from dsv41_jax.packed import sample_positions
 from dsv41_jax.training.index_loss import index_loss
 from dsv41_jax.training.loss import draft_loss, token_nats, weighted_mean
 
-BIAS_SPEED = 0.001
+BIAS_SPEED = 0.001  # of the report, for a long run; a short one must balance sooner
 INDEX_ROWS = 2  # rows of a batch that train the indexers, which are few parameters
 
 
@@ -40,9 +40,9 @@ def expert_loads(experts: dict[int, Array], n_experts: int) -> Array:
     return jnp.stack([jnp.bincount(experts[layer].reshape(-1), length=n_experts) for layer in sorted(experts)]) * 1.0
 
 
-def balanced_bias(bias: Array, loads: Array) -> Array:
+def balanced_bias(bias: Array, loads: Array, speed: float = BIAS_SPEED) -> Array:
     """The text bias [layers, E] after a step: up where an expert had less than the mean load, down where it had more."""
-    return bias + BIAS_SPEED * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
+    return bias + speed * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
 
 
 def backbone_loss(config: ModelConfig, numerics: Numerics, params: dict, batch: dict) -> tuple[Array, dict]:
@@ -57,7 +57,7 @@ def backbone_loss(config: ModelConfig, numerics: Numerics, params: dict, batch: 
 
 
 def backbone_step(
-    config: ModelConfig, numerics: Numerics, optimizer: optax.GradientTransformation
+    config: ModelConfig, numerics: Numerics, optimizer: optax.GradientTransformation, bias_speed: float = BIAS_SPEED
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
     """A jitted step (state, batch) -> (state, metrics); the state is donated. `mtp` is no part of the parameters."""
 
@@ -68,8 +68,10 @@ def backbone_step(
         params = optax.apply_updates(state.params, updates)
         loads = notes.pop("loads")
         gate = params["layers"]["ffn"]["gate"]
-        gate["bias"] = balanced_bias(gate["bias"], loads)
-        metrics = {**notes, "grad_norm": optax.global_norm(grads), "load_max": jnp.max(loads / jnp.mean(loads))}
+        gate["bias"] = balanced_bias(gate["bias"], loads, bias_speed)
+        peaks = jnp.max(loads, axis=-1) / jnp.mean(loads, axis=-1)  # [layers], 1 when the load is even
+        metrics = {**notes, "grad_norm": optax.global_norm(grads)}
+        metrics |= {"load_max": jnp.max(peaks), "load_mean": jnp.mean(peaks)}
         return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)
