@@ -16,7 +16,8 @@ from dsv41_jax.engram_hash import segment_starts
 from dsv41_jax.image_input import ImageInput, check_images
 from dsv41_jax.layer_map import LayerShare, layer_map
 from dsv41_jax.runner import Runner, block_bucket, cache_bucket
-from dsv41_jax.sampling import SamplingOptions, sample
+from dsv41_jax.sampling import SamplingOptions
+from dsv41_jax.token_loop import Request, check_ids, check_mode, make_request, token_loop
 from dsv41_jax.tokenizer import StreamDecoder, Tokenizer
 
 DECODE_ROOM = 128
@@ -77,9 +78,8 @@ class Model:
         Raises:
             ValueError: anything about the arguments, before any computation.
         """
-        if mode != "exact":
-            raise ValueError(f"mode={mode!r} is unknown; the prefill modes are: exact")
-        ids = self._check_ids(token_ids, 2)
+        check_mode(mode)
+        ids = check_ids(self.config, token_ids, 2)
         lengths = np.full(len(ids), ids.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
         if lengths.shape != (len(ids),) or (lengths < 1).any() or (lengths > ids.shape[1]).any():
             raise ValueError(
@@ -108,7 +108,7 @@ class Model:
         Raises:
             ValueError: bad ids or shape, or more tokens than the cache holds. RuntimeError: a spent cache.
         """
-        ids = self._check_ids(token_ids, (1, 2))
+        ids = check_ids(self.config, token_ids, (1, 2))
         several = ids.ndim == 2
         ids = ids if several else ids[:, None]
         if len(ids) != len(cache.lengths):
@@ -137,7 +137,7 @@ class Model:
         """
         if not self.config.n_draft:
             raise ValueError("this model has no draft blocks (num_nextn_predict_layers is 0)")
-        ids = self._check_ids(token_ids, 1)
+        ids = check_ids(self.config, token_ids, 1)
         if len(ids) != len(cache.lengths) or (cache.lengths < 1).any():
             raise ValueError("a draft needs one next token for each row of a cache that holds at least one token a row")
         options = SamplingOptions(temperature=temperature)
@@ -196,10 +196,11 @@ class Model:
         texts = [prompts] if single else list(prompts)
         if not texts:
             return []
+        options = SamplingOptions(temperature, top_k, top_p, seed)
+        request = make_request(self.config, self._tokenizer(), texts, max_new_tokens, options, stop_ids, prefill_mode)
         decoders = [StreamDecoder(self._tokenizer()) for _ in texts]
         out = [""] * len(texts)
-        options = SamplingOptions(temperature, top_k, top_p, seed)
-        for row, token in self._tokens(texts, max_new_tokens, options, stop_ids, prefill_mode):
+        for row, token in token_loop(self, request):
             out[row] += decoders[row].push(token)
         out = [text + decoder.flush() for text, decoder in zip(out, decoders, strict=True)]
         return out[0] if single else out
@@ -215,64 +216,20 @@ class Model:
         stop_ids: Sequence[int] = (),
         prefill_mode: str = "exact",
     ) -> Iterator[str]:
-        """As `generate` for one prompt, in pieces of whole characters as they come."""
+        """As `generate` for one prompt, in pieces of whole characters as they come. Options are checked at the call."""
         options = SamplingOptions(temperature, top_k, top_p, seed)
+        request = make_request(
+            self.config, self._tokenizer(), [prompt], max_new_tokens, options, stop_ids, prefill_mode
+        )
+        return self._pieces(request)
+
+    def _pieces(self, request: Request) -> Iterator[str]:
         decoder = StreamDecoder(self._tokenizer())
-        for _, token in self._tokens([prompt], max_new_tokens, options, stop_ids, prefill_mode):
+        for _, token in token_loop(self, request):
             if piece := decoder.push(token):
                 yield piece
         if piece := decoder.flush():
             yield piece
-
-    def _tokens(
-        self,
-        texts: list[str],
-        max_new_tokens: int,
-        options: SamplingOptions,
-        stop_ids: Sequence[int],
-        prefill_mode: str,
-    ) -> Iterator[tuple[int, int]]:
-        """(row, token) pairs in the order they are made."""
-        stops = {self.config.eos_token_id, *self._check_ids(np.asarray(list(stop_ids), np.int64), 1).tolist()}
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r}: a whole number of at least 1 is needed")
-        tokenizer = self._tokenizer()
-        for i, text in enumerate(texts):
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"prompt {i} is {text!r}: a non-empty string is needed")
-        encoded = [tokenizer.encode(text, add_bos=True) for text in texts]
-        lengths = np.array([len(e) for e in encoded], np.int32)
-        limit = self.config.max_position_embeddings
-        if lengths.max() + max_new_tokens > limit:
-            raise ValueError(
-                f"a prompt of {lengths.max()} tokens and max_new_tokens={max_new_tokens} exceed "
-                f"max_position_embeddings={limit}"
-            )
-        rows = 1 << (len(texts) - 1).bit_length()  # a bucket: spare rows repeat the first prompt and are not reported
-        encoded += [encoded[0]] * (rows - len(texts))
-        ids = np.full((rows, max(map(len, encoded))), self.config.pad_token_id, np.int32)
-        for row, e in enumerate(encoded):
-            ids[row, : len(e)] = e
-        lengths = np.array([len(e) for e in encoded], np.int32)
-        max_len = min(cache_bucket(ids.shape[1] + max_new_tokens), limit)
-        logits, cache = self.prefill(ids, lengths, prefill_mode, max_len=max_len)
-        settings = (
-            jnp.float32(options.temperature),
-            jnp.int32(options.top_k or self.config.vocab_size),
-            jnp.float32(1.0 if options.top_p is None else options.top_p),
-            jnp.uint32(options.seed),
-        )
-        running = set(range(len(texts)))
-        for step in range(max_new_tokens):
-            tokens = np.asarray(sample(logits, *settings, jnp.int32(step)))
-            for row in sorted(running):
-                if int(tokens[row]) in stops:
-                    running.discard(row)
-                else:
-                    yield row, int(tokens[row])
-            if not running or step + 1 == max_new_tokens:
-                return
-            logits, cache = self.decode(cache, tokens)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -285,7 +242,7 @@ class Model:
         return {"config": self.config, "numerics": self._runner.numerics}
 
     def _loss_arguments(self, token_ids: np.ndarray, segment_ids: np.ndarray | None) -> tuple:
-        ids = self._check_ids(token_ids, 2)
+        ids = check_ids(self.config, token_ids, 2)
         if ids.shape[1] < 2:
             raise ValueError(f"token_ids has rows of {ids.shape[1]} tokens: a loss needs at least 2")
         starts = None
@@ -299,17 +256,3 @@ class Model:
             memory = self._runner.engram_input(self._runner.hasher(ids, starts=starts)[0])
         segments = None if segment_ids is None else jnp.asarray(segment_ids)
         return self.params, jnp.asarray(ids), memory, segments
-
-    def _check_ids(self, token_ids: np.ndarray, ndim: int | tuple[int, ...]) -> np.ndarray:
-        ids = np.asarray(token_ids)
-        allowed = (ndim,) if isinstance(ndim, int) else ndim
-        if ids.ndim not in allowed or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise ValueError(
-                f"token ids must be whole numbers in an array of {' or '.join(map(str, allowed))} axes, "
-                f"got {ids.dtype} {ids.shape}"
-            )
-        if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
-            raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {ids.min()}..{ids.max()}")
-        if ids.ndim == 2 and not ids.size:
-            raise ValueError(f"token ids of shape {ids.shape} hold no tokens")
-        return ids.astype(np.int32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +30,24 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self):
-        if not (
-            isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature) and self.temperature >= 0
-        ):
+        if not (is_real(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature!r}: a finite number of at least 0 is needed")
-        if self.top_k is not None and not (_is_int(self.top_k) and self.top_k >= 1):
+        if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
             raise ValueError(f"top_k={self.top_k!r}: a whole number of at least 1 is needed, or None for all tokens")
-        if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
+        if self.top_p is not None and not (is_real(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r}: a number above 0 and at most 1 is needed, or None for all tokens")
-        if not (_is_int(self.seed) and 0 <= self.seed < 2**32):
+        if not (is_whole(self.seed) and 0 <= self.seed < 2**32):
             raise ValueError(f"seed={self.seed!r}: a whole number from 0 to 2^32 - 1 is needed")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number of Python or numpy; True and False are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a real number of Python or numpy; True and False are not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def filtered_logits(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Array:

@@ -1,7 +1,7 @@
-"""Training batches: fixed-length windows of a token array, a pure function of (seed, step), and the Engram rows they address.
+"""Training batches: fixed-length windows of a token array and the Engram rows they address, by (seed, step) alone.
 
-An epoch visits every window once, in an order drawn from the seed and the epoch's number; its windows start at an offset drawn likewise.
-Nothing has to be saved to resume but the step's number.
+An epoch visits every window once, in an order drawn from the seed and the epoch's number; its windows start at an
+offset drawn likewise. Nothing has to be saved to resume but the step's number.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,9 @@ class Windows:
         seed: of the order.
     """
 
-    def __init__(self, tokens: np.ndarray, config: ModelConfig, token_map: np.ndarray, batch: int, length: int, seed: int):
+    def __init__(
+        self, tokens: np.ndarray, config: ModelConfig, token_map: np.ndarray, batch: int, length: int, seed: int
+    ):
         self.tokens, self.config, self.batch, self.length, self.seed = tokens, config, batch, length, seed
         self.hasher = EngramHasher(config, token_map) if config.engram_layer_ids else None
         self.per_epoch = (len(tokens) - 1) // length - 1  # one window less, so that the offset has room
@@ -75,7 +77,7 @@ class Windows:
 
 
 def evaluation_rows(tokens: np.ndarray, length: int, pad: int) -> np.ndarray:
-    """All of `tokens` in rows [n, length + 1] that overlap by one token, so that each token but the first is a target once."""
+    """All of `tokens` in rows [n, length + 1] that overlap by one: each token but the first is a target once."""
     n = -(-(len(tokens) - 1) // length)
     padded = np.concatenate([tokens.astype(np.int32), np.full(n * length + 1 - len(tokens), pad, np.int32)])
     return padded[np.arange(n)[:, None] * length + np.arange(length + 1)]

@@ -28,7 +28,8 @@ def held_out_nats(
     """Sum of nats over the tokens of `windows` that are targets (no BOS), and their number.
 
     Args:
-        windows: the held-out stream with the batch shape to use. rows: only about so many rows, evenly spread; None means all.
+        windows: the held-out stream with the batch shape to use.
+        rows: only about so many rows, evenly spread; None means all.
     """
     pad = config.pad_token_id
     ids = evaluation_rows(windows.tokens, windows.length, pad)

@@ -1,7 +1,8 @@
 """The indexer's own loss: its scores are to follow the main attention.
 
-KL(p || softmax(index scores)) over the visible entries, p the main attention over them, averaged over heads. Inputs are detached, so this
-trains the indexers and the index keys alone, and the language loss trains everything else (the selection has no gradient).
+KL(p || softmax(index scores)) over the visible entries, p the main attention over them, averaged over heads. Inputs are
+detached, so this trains the indexers and the index keys alone, and the language loss trains everything else (the
+selection has no gradient).
 Source: training spec 3.11, the practice of the family; scored densely.
 """
 
@@ -26,7 +27,9 @@ def attention_kl(logits: Array, scores: Array, visible: Array) -> Array:
     """Mean KL over the queries that see an entry.
 
     Args:
-        logits: main attention logits float32 [B, T, H, N], detached here. scores: index scores float32 [B, T, N]. visible: bool [B, T, N].
+        logits: main attention logits float32 [B, T, H, N], detached here.
+        scores: index scores float32 [B, T, N].
+        visible: bool [B, T, N].
     """
     main = jax.nn.softmax(jnp.where(visible[:, :, None], logits, _MASKED), axis=-1)
     p = jax.lax.stop_gradient(jnp.mean(main, axis=2))

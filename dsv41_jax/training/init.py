@@ -1,7 +1,7 @@
 """Fresh parameters: the float32 pytree of a configuration, one table of initialisers by the tensor's name.
 
-The network starts as a plain residual stream: all four copies carry the embedding, each sublayer reads (mostly) one of them and adds its
-output to all, nothing is mixed between copies, and the last matrix of every sublayer is zero.
+The network starts as a plain residual stream: all four copies carry the embedding, each sublayer reads (mostly) one of
+them and adds its output to all, nothing is mixed between copies, and the last matrix of every sublayer is zero.
 """
 
 import math

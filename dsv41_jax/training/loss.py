@@ -29,7 +29,8 @@ def draft_loss(
         weights: float32 [..., block], 0 where the position lies outside its sample.
 
     Returns:
-        the loss, and its three parts plus `agree`, the mean chance that a draft is accepted. Position k counts exp(-(k-1)/block).
+        the loss, and its three parts plus `agree`, the mean chance that a draft is accepted. Position k
+        counts exp(-(k-1)/block).
     """
     size = tokens.shape[-1]
     decay = jnp.exp(-jnp.arange(size) / size)

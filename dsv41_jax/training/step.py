@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from dsv41_jax import dspark, model
+from dsv41_jax import model
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import Numerics
-from dsv41_jax.packed import sample_positions
+from dsv41_jax.training.draft_rounds import DraftRounds
 from dsv41_jax.training.index_loss import index_loss
 from dsv41_jax.training.loss import draft_loss, token_nats, weighted_mean
 
@@ -41,7 +41,7 @@ def expert_loads(experts: dict[int, Array], n_experts: int) -> Array:
 
 
 def balanced_bias(bias: Array, loads: Array, speed: float = BIAS_SPEED) -> Array:
-    """The text bias [layers, E] after a step: up where an expert had less than the mean load, down where it had more."""
+    """The text bias [layers, E] after a step: up where an expert had less than the mean load, down where more."""
     return bias + speed * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
 
 
@@ -80,38 +80,14 @@ def backbone_step(
 def drafter_loss(
     config: ModelConfig, numerics: Numerics, trained: dict, backbone: dict, batch: dict, anchors: Array
 ) -> tuple[Array, dict]:
-    """DSpark's loss at anchors int32 [B, A]; `trained` is {"mtp": ...}, the backbone is frozen.
-
-    A round at anchor a predicts tokens a+1 .. a+block of the row, each with its true predecessor in the Markov head.
-    """
+    """DSpark's loss at anchors int32 [B, A]; `trained` is {"mtp": ...}, the backbone is frozen."""
     params = {**backbone, **trained}
-    b, t = batch["token_ids"].shape
-    n, block, width = anchors.shape[1], config.dspark_block_size, config.sliding_window
     hidden, notes = model.forward(config, numerics, backbone, batch["token_ids"], batch["memory"], batch["segment_ids"])
     hidden, taps = jax.lax.stop_gradient((hidden, notes["taps"]))
-    positions = sample_positions(batch["segment_ids"])
-    inputs = dspark.main_input(config, numerics, params, taps)
-
-    def at(rows: Array, index: Array) -> Array:
-        """rows [B, T, ...] at index [B, A, m] -> [B * A, m, ...]."""
-        return rows[jnp.arange(b)[:, None, None], jnp.clip(index, 0, t - 1)].reshape(b * n, -1, *rows.shape[2:])
-
-    start = at(positions, anchors[..., None])[:, 0]
-    back = anchors[..., None] - width + jnp.arange(width)
-    mask = (start[:, None] - width + jnp.arange(width)) >= 0
-    mask &= (back >= 0).reshape(mask.shape)
-    windows = [
-        at(dspark.window_rows(config, numerics, params, m, inputs, positions), back) for m in range(config.n_draft)
-    ]
-    drafted = anchors[..., None] + jnp.arange(block)
-    previous, targets = at(batch["token_ids"], drafted), at(batch["targets"], drafted)
-    out = dspark.draft_hidden(config, numerics, params, previous[:, 0], start, windows, mask)
-    embedding, bias = dspark.markov(numerics, params, previous)
-    logits = dspark.base_logits(config, numerics, params, out) + bias
-    target_logits = model.head(config, numerics, backbone, at(hidden, drafted))
-    same_sample = at(positions, drafted) == start[:, None] + jnp.arange(block)
-    weights = at(batch["weights"], drafted) * same_sample * (drafted < t).reshape(same_sample.shape)
-    return draft_loss(logits, target_logits, targets, dspark.confidence(params, out, embedding), weights)
+    rounds = DraftRounds(config, batch, anchors)
+    logits, confidence = rounds.draft(numerics, params, taps)
+    target_logits = model.head(config, numerics, backbone, rounds.take(hidden, rounds.places))
+    return draft_loss(logits, target_logits, rounds.targets, confidence, rounds.weights)
 
 
 def drafter_step(
