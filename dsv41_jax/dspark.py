@@ -5,8 +5,6 @@ feeds the anchor token and noise tokens through the blocks; a low-rank Markov he
 says, left to right.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -49,9 +47,11 @@ def seed_windows(
     """Add a block's tokens to every draft window."""
     x = main_input(config, numerics, params, taps)
     positions = start[:, None] + jnp.arange(x.shape[1])
-    ring = arrays.draft_window
-    for m in range(config.n_draft):
-        ring = ring_write(ring, m, window_rows(config, numerics, params, m, x, positions), start, n_valid)
+
+    def seed(ring: Array, m: Array) -> tuple[Array, None]:
+        return ring_write(ring, m, window_rows(config, numerics, params, m, x, positions), start, n_valid), None
+
+    ring, _ = jax.lax.scan(seed, arrays.draft_window, jnp.arange(config.n_draft))
     return arrays.replace(draft_window=ring)
 
 
@@ -61,14 +61,14 @@ def draft_hidden(
     params: Params,
     anchor: Array,
     start: Array,
-    window_kv: list[Array],
+    window_kv: Array,
     window_mask: Array,
 ) -> Array:
     """Hidden states of one round.
 
     Args:
         anchor: int32 [B], the token at position start [B]; noise tokens follow it.
-        window_kv: per draft block, keys of earlier positions [B, n, d]; window_mask bool [B, n].
+        window_kv: keys of earlier positions for each draft block [M, B, n, d]; window_mask bool [B, n].
 
     Returns:
         [B, block, D], collapsed and not normed.
@@ -86,18 +86,22 @@ def draft_hidden(
     mask = jnp.concatenate(
         [jnp.broadcast_to(window_mask[:, None], (b, size, n)), jnp.ones((b, size, size), bool)], axis=-1
     )
-    for m in range(config.n_draft):
-        layer = pick(params["mtp"]["layers"], m)
 
-        def attention(y: Array, m: int = m, layer: Any = layer) -> Array:
-            variables = {"params": layer["attn"]}
+    def draft_block(carry: tuple[Array, Array], m: Array) -> tuple[tuple[Array, Array], None]:
+        layer = pick(params["mtp"]["layers"], m)
+        variables = {"params": layer["attn"]}
+
+        def attention(y: Array) -> Array:
             _, q = module.apply(variables, y, cos, sin, method="queries")
             own = module.apply(variables, y, cos, sin, method="window_rows")
-            keys = jnp.concatenate([window_kv[m].astype(own.dtype), own], axis=1)
+            keys = jnp.concatenate([pick(window_kv, m).astype(own.dtype), own], axis=1)
             o = module.apply(variables, q, keys, mask, None, None, method="attend")
             return module.apply(variables, o, cos, sin, method="output")
 
-        x, pre, _ = block(config, numerics, layer, x, pre, attention, None, draft=True)
+        x, pre, _ = block(config, numerics, layer, *carry, attention, None, draft=True)
+        return (x, pre), None
+
+    (x, pre), _ = jax.lax.scan(draft_block, (x, pre), jnp.arange(config.n_draft))
     return hc.collapse(x, pre, numerics)
 
 
@@ -141,17 +145,17 @@ def draft(
     ring = arrays.draft_window
     held = ring_positions(start, ring.shape[-2])
     window_mask = (held >= 0) & (held >= start[:, None] - config.sliding_window)
-    windows = [ring[m] for m in range(config.n_draft)]
-    hidden = draft_hidden(config, numerics, params, anchor, start, windows, window_mask)
+    hidden = draft_hidden(config, numerics, params, anchor, start, ring, window_mask)
     base = base_logits(config, numerics, params, hidden)
-    previous, tokens, logits, scores = anchor, [anchor], [], []
-    for i in range(config.dspark_block_size):
+
+    def propose(previous: Array, i: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         e, bias = markov(numerics, params, previous)
-        logits.append(base[:, i] + bias)
-        scores.append(confidence(params, hidden[:, i], e))
-        greedy = jnp.argmax(logits[-1], axis=-1)
-        warm = jnp.maximum(temperature, 1e-6)
-        sampled = jax.random.categorical(jax.random.fold_in(key, i), logits[-1] / warm, axis=-1)
-        previous = jnp.where(temperature > 0, sampled, greedy).astype(jnp.int32)
-        tokens.append(previous)
-    return jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), jnp.stack(scores, axis=1)
+        logits = base[:, i] + bias
+        warm = logits / jnp.maximum(temperature, 1e-6)
+        sampled = jax.random.categorical(jax.random.fold_in(key, i), warm, axis=-1)
+        token = jnp.where(temperature > 0, sampled, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+        return token, (token, logits, confidence(params, hidden[:, i], e))
+
+    _, (tokens, logits, scores) = jax.lax.scan(propose, anchor, jnp.arange(config.dspark_block_size))
+    tokens = jnp.concatenate([anchor[:, None], tokens.T], axis=1)
+    return tokens, jnp.moveaxis(logits, 0, 1), scores.T

@@ -49,6 +49,11 @@ def index_scores(queries: Array, weights: Array, keys: Array, numerics: Numerics
     return numerics.round_f32(jnp.sum(e, axis=2))
 
 
+def _one_zero(scores: Array) -> Array:
+    """-0 becomes +0, so that the two tie: top_k ranks -0 lower. XLA would drop an addition of 0.0."""
+    return jnp.where(scores == 0.0, 0.0, scores)
+
+
 def select(scores: Array, allowed: Array, k: int) -> Array:
     """The k best allowed entries of each query, ascending, padded with -1 at the end.
 
@@ -59,7 +64,7 @@ def select(scores: Array, allowed: Array, k: int) -> Array:
         int32 [B, t, k].
     """
     n = scores.shape[-1]
-    masked = jnp.where(allowed, scores + 0.0, -jnp.inf)  # + 0.0: one zero only, so that -0 ties with +0
+    masked = jnp.where(allowed, _one_zero(scores), -jnp.inf)
     values, rows = jax.lax.top_k(masked, min(k, n))
     rows = jnp.sort(jnp.where(values > -jnp.inf, rows, n), axis=-1)
     rows = jnp.where(rows < n, rows, -1).astype(jnp.int32)
@@ -81,7 +86,7 @@ def candidate_blocks(
     Returns:
         int32 [B, t, min(topk, blocks)] block numbers, -1 for none.
     """
-    masked = jnp.where(visible, scores + 0.0, -jnp.inf)
+    masked = jnp.where(visible, _one_zero(scores), -jnp.inf)
     b, t, n = masked.shape
     if entry_block is None:
         blocks = -(-n // block)

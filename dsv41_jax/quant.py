@@ -105,39 +105,40 @@ def _amax(blocks: Array, floor: float) -> Array:
     return jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True), jnp.float32(floor))
 
 
-def _ratio(blocks: Array, scale: Array) -> Array:
-    """blocks / scale so that ties stay ties.
+def _snap(ratio: Array) -> Array:
+    """A ratio by a scale that is no power of two, so that ties stay ties.
 
     XLA may multiply by a rounded reciprocal, which can push a ratio that is exactly halfway between two codes to one
     side. Inputs have 8 significant bits and scales 4, so a ratio that is not a tie is further than 2^-12 from one:
-    rounding to 16 bits mends the rest. Subnormal inputs, which XLA reads as zero, are rebuilt from their bits.
+    rounding to 16 bits mends the rest.
     """
+    return jax.lax.reduce_precision(ratio, exponent_bits=8, mantissa_bits=16)
+
+
+def _ratio_of_any(blocks: Array, scale: Array) -> Array:
+    """blocks / scale for powers of two down to 2^-126; subnormal inputs, which XLA reads as zero, from their bits."""
     bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
     tiny = (bits & 0x7FFFFF).astype(jnp.float32) * 2.0**-23 * (2.0**-126 / scale)
     tiny = jnp.where(bits >> 31 == 1, -tiny, tiny)
-    ratio = jax.lax.reduce_precision(blocks / scale, exponent_bits=8, mantissa_bits=16)
-    return jnp.where((bits >> 23) & 0xFF == 0, tiny, ratio)
+    return jnp.where((bits >> 23) & 0xFF == 0, tiny, blocks / scale)
 
 
 def _q8_parts(x: Array) -> tuple[Array, Array]:
     blocks = _blocks(x, BLOCK)
     scale = power_of_two_at_least(_amax(blocks, _Q8_FLOOR) * jnp.float32(1.0 / E4M3_MAX))
-    return round_e4m3(_ratio(blocks, scale)), scale
+    return round_e4m3(blocks / scale), scale  # exact: the scale is a power of two, far above subnormals
 
 
 def _q4_index_parts(x: Array) -> tuple[Array, Array]:
     blocks = _blocks(x, BLOCK)
     scale = power_of_two_at_least(_amax(blocks, _Q4_INDEX_FLOOR) * jnp.float32(1.0 / E2M1_MAX))
-    return round_e2m1(_ratio(blocks, scale)), scale
+    return round_e2m1(_ratio_of_any(blocks, scale)), scale
 
 
 def _q4_main_parts(x: Array) -> tuple[Array, Array]:
     blocks = _blocks(x, MAIN_KV_BLOCK)
-    sixth = jax.lax.reduce_precision(
-        _amax(blocks, _Q4_MAIN_FLOOR) / jnp.float32(E2M1_MAX), exponent_bits=8, mantissa_bits=16
-    )
-    scale = round_e4m3(sixth)
-    return round_e2m1(_ratio(blocks, scale)), scale
+    scale = round_e4m3(_snap(_amax(blocks, _Q4_MAIN_FLOOR) / jnp.float32(E2M1_MAX)))
+    return round_e2m1(_snap(blocks / scale)), scale
 
 
 def q8(x: Array) -> tuple[Array, Array]:

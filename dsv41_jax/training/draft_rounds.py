@@ -48,10 +48,12 @@ class DraftRounds:
         # A place before the row is before the sample too, since the sample's first token has position 0.
         mask = self.start[:, None] - width + jnp.arange(width) >= 0
         inputs = dspark.main_input(config, numerics, params, taps)
-        windows = [
-            self.take(dspark.window_rows(config, numerics, params, m, inputs, self.positions), back)
-            for m in range(config.n_draft)
-        ]
+        windows = jnp.stack(
+            [
+                self.take(dspark.window_rows(config, numerics, params, m, inputs, self.positions), back)
+                for m in range(config.n_draft)
+            ]
+        )
         hidden = dspark.draft_hidden(config, numerics, params, self.previous[:, 0], self.start, windows, mask)
         embedding, bias = dspark.markov(numerics, params, self.previous)
         logits = dspark.base_logits(config, numerics, params, hidden) + bias
