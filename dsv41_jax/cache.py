@@ -99,7 +99,8 @@ class CachedBlock:
         self.config, self.start, self.n_valid, self.t = config, start, n_valid, t
         self.positions = start[:, None] + jnp.arange(t)
         self.entries = {r: arrays.main_kv[f"r{r}"].shape[2] for r in source_ratios(config)}
-        self._angles: dict[bool, tuple[Array, Array]] = {}
+        # Made here, not at first use: the layer loop may first ask inside a scan, whose values must not outlive it.
+        self._angles = {kind: angles(self.positions, layer_frequencies(config, kind)) for kind in (False, True)}
         window = config.sliding_window
         held = ring_positions(start, arrays.window.shape[-2])[:, None, :]
         query = self.positions[:, :, None]
@@ -110,8 +111,6 @@ class CachedBlock:
         )
 
     def angles(self, compressed: bool) -> tuple[Array, Array]:
-        if compressed not in self._angles:
-            self._angles[compressed] = angles(self.positions, layer_frequencies(self.config, compressed))
         return self._angles[compressed]
 
     def window(self, state: CacheArrays, layer: Array | int, rows: Array) -> tuple[CacheArrays, Array, Array]:

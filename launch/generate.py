@@ -9,6 +9,7 @@ import argparse
 import sys
 
 import dsv41_jax as ds
+from dsv41_jax import compile_cache
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,8 +27,15 @@ def main(argv: list[str] | None = None) -> None:
         choices=("released", "noquant", "float32"),
         help="released: bf16 with fp8 and fp4 as the release; noquant: bf16; float32 (default: released)",
     )
+    parser.add_argument(
+        "--compilation_cache",
+        default=None,
+        help="folder that keeps compiled programs for the next run (default: a folder in the user's cache)",
+    )
     flags = parser.parse_args(argv)
 
+    compile_cache.enable(flags.compilation_cache)
+    print(f"loading {flags.model}; the first run of a model compiles it, which takes a while", file=sys.stderr)
     model = ds.load(flags.model, numerics=flags.numerics)
     sys.stdout.write(flags.prompt)
     for piece in model.stream(

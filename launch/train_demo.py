@@ -7,17 +7,15 @@ Rerunning the same command goes on where it stopped, also after a kill. `launch/
 
 import argparse
 import json
-import math
 import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from configs.demo import get_config
-from dsv41_jax import numerics
+from dsv41_jax import compile_cache, numerics
 from dsv41_jax.checkpoint.released import save_released
-from dsv41_jax.config import ModelConfig
+from dsv41_jax.config import load_config
 from dsv41_jax.token_map import load_token_map
 from dsv41_jax.training.checkpoint import Checkpoints
 from dsv41_jax.training.data import Windows
@@ -27,6 +25,7 @@ from dsv41_jax.training.loop import Log, run_stage
 from dsv41_jax.training.optimizer import learning_rate, make_optimizer
 from dsv41_jax.training.step import backbone_step, drafter_step, new_state
 
+CONFIG = Path(__file__).parents[1] / "configs/demo.py"
 EVALUATION_ROWS = 32
 
 
@@ -41,7 +40,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate of the backbone")
     parser.add_argument("--draft-peak", type=float, default=4e-3, help="highest learning rate of the drafter")
-    parser.add_argument("--quantized-from", type=float, default=0.6, help="share of the steps that run unquantised first")
+    parser.add_argument(
+        "--quantized-from", type=float, default=0.6, help="share of the steps that run unquantised first"
+    )
     parser.add_argument("--decay-from", type=float, default=0.6, help="share of the steps before the rate falls")
     parser.add_argument("--bias-speed", type=float, default=0.01, help="how far a router bias moves in a step")
     parser.add_argument("--anchors", type=int, default=24, help="draft rounds of each window")
@@ -53,7 +54,7 @@ def train(flags: argparse.Namespace) -> dict:
     """All stages; returns the parameters."""
     data, run = Path(flags.data), Path(flags.run)
     run.mkdir(parents=True, exist_ok=True)
-    config = ModelConfig.from_json(get_config().to_dict())
+    config = load_config(CONFIG)
     token_map = load_token_map(data)
     log = Log(run / "train_log.jsonl")
 
@@ -95,7 +96,9 @@ def train(flags: argparse.Namespace) -> dict:
     )
     backbone = state.params
 
-    schedule = learning_rate(flags.draft_peak, flags.draft_steps, min(40, flags.draft_steps // 4), flags.draft_steps // 2)
+    schedule = learning_rate(
+        flags.draft_peak, flags.draft_steps, min(40, flags.draft_steps // 4), flags.draft_steps // 2
+    )
     optimizer = make_optimizer(schedule)
     draft_windows = windows("train", flags.seed + 1)
     step_function = drafter_step(config, numerics.QUANTIZED_TRAINING, optimizer, flags.anchors)
@@ -114,12 +117,14 @@ def train(flags: argparse.Namespace) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     flags = parse(argv)
+    compile_cache.enable()
     params = train(flags)
-    config = ModelConfig.from_json(get_config().to_dict())
+    config = load_config(CONFIG)
     save_released(params, config, flags.out, tokenizer=flags.data)
     shutil.copyfile(Path(flags.run) / "train_log.jsonl", Path(flags.out) / "train_log.jsonl")
     size = sum(file.stat().st_size for file in Path(flags.out).iterdir())
-    print(f"{flags.out}: {size / 2**20:.2f} MiB, {math.prod([flags.steps, flags.batch, flags.length]):,} tokens of training")
+    tokens = flags.steps * flags.batch * flags.length
+    print(f"{flags.out}: {size / 2**20:.2f} MiB, {tokens:,} tokens of training")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import ipaddress
 import os
 import platform
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache())
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before numpy is imported: the oracles multiply small matrices, where threads cost more than they save.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # The same examples in every run; no deadline, because the first example of a shape compiles.
 settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
@@ -68,3 +73,29 @@ sys.addaudithook(_no_network)
 def golden() -> Path:
     """The folder of golden numbers."""
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny model A as a folder in the released format (single file, no tokenizer)."""
+    folder = tmp_path_factory.mktemp("tinyA")
+    shutil.copy(golden / "tinyA_config.json", folder / "config.json")
+    shutil.copy(golden / "tinyA_model.safetensors", folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(golden: Path, tiny_folder: Path) -> Callable:
+    """`tiny("float32")`: tiny model A in those numerics, loaded once a session. It prefills in blocks of 16 tokens."""
+    import numpy as np  # after the variables above
+
+    import dsv41_jax as ds
+
+    @functools.cache
+    def load(numerics: str) -> ds.Model:
+        token_map = np.load(golden / "tinyA_token_map.npz")["token_map"]
+        model = ds.load(tiny_folder, numerics=numerics, token_map=token_map)
+        model._runner.prefill_block = 16
+        return model
+
+    return load

@@ -8,7 +8,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -35,7 +34,7 @@ def load(name: str) -> dict[str, np.ndarray]:
 
 
 def weights(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Any]:
-    """The nested dict of device arrays below `prefix`, split at the dots."""
+    """The nested dict of arrays below `prefix`, split at the dots."""
     tree: dict[str, Any] = {}
     for key, array in arrays.items():
         if key.startswith(prefix):
@@ -43,7 +42,7 @@ def weights(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, Any]:
             node = tree
             for part in path:
                 node = node.setdefault(part, {})
-            node[leaf] = jnp.asarray(array)
+            node[leaf] = array
     return tree
 
 

@@ -65,15 +65,15 @@ def test_products_are_exact_and_sums_float32():
         assert float(got[0, 0]) == 1.0078125**2 + 64
 
 
-@pytest.mark.parametrize("inner", [64, 320])
-def test_a_projected_row_does_not_depend_on_its_neighbours(inner):
+def test_a_projected_row_does_not_depend_on_its_neighbours():
+    inner = 320
     rng = np.random.default_rng(inner)
-    x = jnp.asarray(rng.standard_normal((37, inner)), jnp.float32)
-    matrix = jnp.asarray(rng.standard_normal((96, inner)), jnp.float32)
+    x = rng.standard_normal((37, inner)).astype(np.float32)
+    matrix = rng.standard_normal((96, inner)).astype(np.float32)
     project = jax.jit(project_rows)
     whole = np.asarray(project(x, matrix))
-    np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(matrix, np.float64).T, atol=1e-4)
+    np.testing.assert_allclose(whole, x.astype(np.float64) @ matrix.astype(np.float64).T, atol=1e-4)
     assert_same_bits(project(x[:1], matrix), whole[:1])
     assert_same_bits(project(x[36], matrix), whole[36])
     assert_same_bits(project(x[5:8][:, None], matrix), whole[5:8][:, None])
-    assert_same_bits(project(x[:32].reshape(2, 16, inner), matrix).reshape(32, 96), whole[:32])
+    assert_same_bits(np.asarray(project(x[:32].reshape(2, 16, inner), matrix)).reshape(32, 96), whole[:32])

@@ -54,6 +54,8 @@ def run_stage(
         SystemExit(143): after a save, when the process got SIGTERM.
     """
     state = checkpoints.restore(state)
+    # Committed to where it is, as a step returns it: otherwise the second step would be compiled anew.
+    state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
     stopped: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     saved = logged = time.monotonic()

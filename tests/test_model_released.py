@@ -1,0 +1,234 @@
+"""Tiny model A in the bf16 numerics against the recorded reference.
+
+Block by block on recorded inputs the arithmetic is held to a few flipped bits. End to end, one flipped bit can flip an
+FP8 code and then a choice, so whole-model numbers are held to the noise that perturbed twins of the reference show.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv41_jax as ds
+from dsv41_jax.cache import zero_arrays
+from dsv41_jax.hyper_connections import identity_mix
+from dsv41_jax.layer_map import Mode
+from dsv41_jax.model import embed
+from dsv41_jax.vision import merge_images
+from fast_compile import use_fast_steps
+from layer_by_layer import BLOCK, MAX_LEN, LayerByLayer, engram_step, layer_program, layers
+from tiny_golden import (
+    CANDIDATE_SOURCE,
+    assert_near,
+    assert_rms,
+    changed_rows,
+    image_inputs,
+    pool_blocks,
+    pool_rows,
+    prompt,
+    recorded_rows,
+    recording,
+)
+
+N = 41  # tokens of `mid`
+
+
+@pytest.fixture(scope="module")
+def model(tiny) -> ds.Model:
+    return tiny("released")
+
+
+def padded(x: np.ndarray) -> jax.Array:
+    """Recorded values [n, ...] as a block [1, BLOCK, ...]."""
+    return jnp.asarray(np.pad(x, [(0, BLOCK - len(x))] + [(0, 0)] * (x.ndim - 1))[None])
+
+
+def recorded_keys(model: ds.Model):
+    """A cache that holds the recorded entries of every KV source."""
+    g, config = recording("mid"), model.config
+    arrays = zero_arrays(config, model._runner.numerics, 1, MAX_LEN)
+    main_kv, index_key = dict(arrays.main_kv), dict(arrays.index_key)
+    for layer in layers(config):
+        if layer.kind.mode is Mode.FULL:
+            name, at = f"r{layer.kind.ratio}", layer.kv_slot
+            kv, key = g[f"ref.latent_cached.{layer.number}"], g[f"ref.index_k.{layer.number}"]
+            main_kv[name] = main_kv[name].at[at, 0, : len(kv)].set(kv)
+            index_key[name] = index_key[name].at[at, 0, : len(key)].set(key)
+    return arrays.replace(main_kv=main_kv, index_key=index_key)
+
+
+def run_on_recorded_input(model: ds.Model, layer) -> dict[str, np.ndarray]:
+    """What one layer makes of the recorded values it reads: streams, mix, shared entries, selection, pool."""
+    g, config, numerics = recording("mid"), model.config, model._runner.numerics
+    number = layer.number
+    if layer.engram:
+        x = padded(g[f"ref.block{number}.post_engram"])
+    elif number:
+        x = padded(g[f"ref.block{number - 1}.out"])
+    else:
+        embedded = np.asarray(embed(model.params, numerics, prompt("mid")[0], None, None))
+        x = padded(np.repeat(embedded[:, None], config.hc_mult, axis=1))
+    pre = padded(g[f"ref.block{number - 1}.pre_mix"]) if number else identity_mix((1, BLOCK), config.hc_mult)
+    source = max((s for s in config.index_source_layer_ids if s <= number), default=None)
+    reads = layer.kind.mode is Mode.REUSE
+    rows = (
+        recorded_rows("mid", f"ref.prefill_topk.{source}") if reads else np.full((N, config.index_topk), -1, np.int32)
+    )
+    candidates = recording("mid")[f"ref.prefill_candidates.{CANDIDATE_SOURCE}"]
+    pool = pool_blocks(candidates, config.candidate_block_size, config.candidate_topk_blocks)
+    result = layer_program(config, numerics, layer.kind)(
+        model.params,
+        recorded_keys(model),
+        x,
+        pre,
+        padded(rows),
+        padded(pool),
+        jnp.zeros(1, jnp.int32),
+        jnp.full(1, N, jnp.int32),
+        jnp.zeros((1, BLOCK), bool),
+        number,
+        layer.kv_slot,
+        layer.index_slot,
+    )
+    arrays = result.pop("arrays")
+    result = {name: np.asarray(value)[0, :N] for name, value in result.items()}
+    if layer.kind.mode is Mode.FULL:
+        name = f"r{layer.kind.ratio}"
+        result["main_kv"] = np.asarray(arrays.main_kv[name][layer.kv_slot, 0, : N // layer.kind.ratio])
+        result["index_key"] = np.asarray(arrays.index_key[name][layer.kv_slot, 0, : N // layer.kind.ratio])
+    return result
+
+
+def test_every_block_on_recorded_input(model):
+    g, changed, rows = recording("mid"), 0, 0
+    for layer in layers(model.config):
+        number = layer.number
+        result = run_on_recorded_input(model, layer)
+        assert_near(result["attn_in"], g[f"ref.attn{number}.in"])
+        differs = changed_rows(result["experts"], g[f"ref.ffn{number}.indices"])
+        rows += N
+        changed += differs.sum()
+        if layer.kind.mode in (Mode.FULL, Mode.REINDEX):
+            selection = changed_rows(result["selection"], recorded_rows("mid", f"ref.prefill_topk.{number}"))
+            rows += N
+            changed += selection.sum()
+            differs |= selection
+        if layer.kind.mode is Mode.FULL:
+            assert_near(result["main_kv"], g[f"ref.latent_cached.{number}"])
+            assert_near(result["index_key"], g[f"ref.index_k.{number}"])
+        if number == CANDIDATE_SOURCE:
+            kept = pool_rows(result["pool"], model.config.candidate_block_size, N)
+            np.testing.assert_array_equal(kept, g[f"ref.prefill_candidates.{number}"])
+        same = ~differs
+        assert_near(result["attn_out"][same], g[f"ref.attn{number}.out"][same])
+        assert_near(result["out"][same], g[f"ref.block{number}.out"][same])
+        np.testing.assert_allclose(result["pre"][same], g[f"ref.block{number}.pre_mix"][same], rtol=0, atol=2e-3)
+    assert changed <= 0.01 * rows, f"{changed} of {rows} rows choose other experts or entries"
+
+
+def test_engram_on_recorded_input(model):
+    g, static = recording("mid"), dict(config=model.config, numerics=model._runner.numerics)
+    numbers, _ = model._runner.hasher(prompt("mid"))
+    for i, layer in enumerate(model.config.engram_layer_ids):
+        weights = dict(model.params["engram"][f"l{layer}"])
+        x = padded(g[f"ref.block{layer - 1}.out"])
+        mask = jnp.zeros((1, BLOCK), bool)
+        out = engram_step(weights.pop("embed"), weights, x, padded(numbers[i, 0]), mask, **static)
+        assert_near(np.asarray(out)[0, :N], g[f"ref.block{layer}.post_engram"])
+
+
+def decoded(model: ds.Model, cache: ds.Cache, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, n, V] after feeding tokens [B, n] one by one."""
+    steps = []
+    for step in range(tokens.shape[1]):
+        logits, cache = model.decode(cache, tokens[:, step])
+        steps.append(np.asarray(logits))
+    return np.stack(steps, axis=1)
+
+
+def test_short(model):
+    g = recording("short")
+    logits, cache = model.prefill(prompt("short"), all_logits=True)
+    assert_rms(logits[0], g["ref.prefill_logits"], 0.01, argmax=1)
+    tokens = g["ref.decode_tokens"]
+    _, draft_logits, _ = model.draft(cache, tokens[:1])
+    assert_rms(draft_logits[0, :1], g["ref.dspark_after_prefill_logits"][:1], 0.05, argmax=1)
+    ours, first, recorded = [], [], g["ref.dspark_logits"]
+    for step in range(24):
+        logits, cache = model.decode(cache, tokens[step : step + 1])
+        ours.append(np.asarray(logits)[0])
+        if step < len(recorded):
+            _, draft_logits, _ = model.draft(cache, tokens[step + 1 : step + 2])
+            first.append(np.asarray(draft_logits)[0, 0])
+    assert_rms(np.stack(ours), g["ref.decode_logits"], 0.08)
+    assert_rms(np.stack(first), recorded[:, 0], 0.05)
+
+
+def test_mid(model):
+    g = recording("mid")
+    logits, cache = model.prefill(prompt("mid"), all_logits=True)
+    assert_rms(logits[0], g["ref.prefill_logits"], 0.09, argmax=0.9)
+    _, draft_logits, _ = model.draft(cache, g["ref.decode_tokens"][:1])
+    assert_rms(draft_logits[0, :1], g["ref.dspark_after_prefill_logits"][:1], 0.05)
+    assert_rms(decoded(model, cache, g["ref.decode_tokens"][None, :24])[0], g["ref.decode_logits"], 0.09, argmax=0.9)
+
+
+def test_long(model):
+    g = recording("long")
+    logits, cache = model.prefill(prompt("long"), all_logits=True)
+    assert_rms(logits[0, -64:], g["ref.prefill_logits_last64"], 0.11, argmax=0.88)
+    assert_rms(decoded(model, cache, g["ref.decode_tokens"][None, :24])[0], g["ref.decode_logits"], 0.11, argmax=0.88)
+
+
+@pytest.mark.parametrize("n", (1, 2, 3, 15, 16, 17, 31, 32, 33))
+def test_window_and_group_edges(model, n):
+    g = recording("edges")
+    logits, cache = model.prefill(g[f"len{n}.input_ids"][None], all_logits=True)
+    if f"len{n}.ref.prefill_logits" in g:
+        assert_rms(logits[0], g[f"len{n}.ref.prefill_logits"], 0.03)
+    assert_rms(decoded(model, cache, g[f"len{n}.decode_tokens"][None, :4])[0], g[f"len{n}.ref.decode_logits"], 0.09)
+
+
+def test_batch(model):
+    g = recording("batch")
+    order = [0, 1, 1, 0]
+    logits, cache = model.prefill(g["input_ids"][order])
+    tokens = g["ref.decode_tokens"][order]
+    np.testing.assert_array_equal(np.argmax(logits, -1), tokens[:, 0])
+    assert_rms(decoded(model, cache, tokens[:, :12]), g["ref.decode_logits"][order], 0.09)
+
+
+def test_ragged(model):
+    """The reference's scheme: prefill to the shorter prompt, then a position a step; the longer feeds its own text."""
+    g = recording("batch")
+    tokens, start = g["ragged.ref.tokens"], g["ragged.prompt_lens"].min()
+    order = [0, 1, 1, 0]
+    logits, cache = model.prefill(tokens[order, :start])
+    rest = decoded(model, cache, tokens[order, start:-1])
+    assert_rms(np.concatenate([np.asarray(logits)[:, None], rest], axis=1), g["ragged.ref.logits"][order], 0.09)
+
+
+def test_image(model):
+    g, ids, numerics = recording("image"), prompt("image"), model._runner.numerics
+    embedded = embed(model.params, numerics, ids, None, None)
+    merged = np.asarray(merge_images(model.params, embedded, [image_inputs()], model.config, numerics))
+    image = g["token_types"] >= 0
+    np.testing.assert_array_equal(merged[0, ~image], g["ref.embed"][~image])
+    difference = (merged[0] - g["ref.embed"])[image].astype(np.float32)
+    assert np.linalg.norm(difference) <= 0.015 * np.linalg.norm(g["ref.embed"][image].astype(np.float32))
+    run = LayerByLayer(model)
+    assert_rms(run.run(ids[0], image[None], merged), g["ref.prefill_logits"], 0.09)
+    for number in (0, 1):  # later layers inherit the noise
+        changed = changed_rows(run.values["experts"][number], g[f"ref.ffn{number}.indices"])
+        assert changed.mean() <= 0.03
+    assert_rms(run.run(g["ref.decode_tokens"][:12]), g["ref.decode_logits"], 0.09)
+
+
+def test_noquant(tiny, monkeypatch):
+    use_fast_steps(monkeypatch)
+    model, g = tiny("noquant"), recording("mid")
+    ids = np.concatenate([prompt("mid")[0], g["ref.decode_tokens"][:24]])[None]
+    first, cache = model.prefill(ids[:, :1])  # one token at a time: one program
+    logits = np.concatenate([first, decoded(model, cache, ids[:, 1:])[0]])
+    assert_rms(logits[:N], g["noquant.prefill_logits"], 0.09, argmax=0.9)
+    assert_rms(logits[N:], g["noquant.decode_logits"], 0.09, argmax=0.9)
