@@ -16,8 +16,6 @@ from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, einsum_f32
 from dsv41_jax.rope import rotate_tail
 
-_NO_KEY = -1e30
-
 
 def attend(
     q: Array,
@@ -50,7 +48,7 @@ def attend(
         jnp.where(mask[:, :, None, :], einsum_f32(scores, q, kv) * scale, -jnp.inf) for scores, _, kv, mask in parts
     ]
     peak = jnp.stack([jnp.max(part, axis=-1) for part in logits]).max(axis=0)
-    peak = jax.lax.stop_gradient(jnp.maximum(peak, _NO_KEY))
+    peak = jax.lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0.0))  # no key at all: the sum stays 0
     denominator = jnp.exp(sink.astype(jnp.float32) - peak)
     total = jnp.zeros(q.shape, jnp.float32)
     for part, (_, values, kv, _) in zip(logits, parts, strict=True):
