@@ -90,7 +90,8 @@ class Model:
             max_len = min(cache_bucket(ids.shape[1] + DECODE_ROOM), limit)
         if not ids.shape[1] <= max_len <= limit:
             raise ValueError(
-                f"lengths={lengths.tolist()}: one number from 1 to {ids.shape[1]} is needed for each of {len(ids)} rows"
+                f"max_len={max_len}: it must hold the prompt of {ids.shape[1]} tokens and be at most "
+                f"max_position_embeddings={limit}"
             )
         checked = check_images(images, ids, lengths, self.config)
         return self._runner.prefill(ids, lengths, checked, max_len, all_logits)

@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dsv41_jax import numerics as numerics_module
-from dsv41_jax.checkpoint.released import load_params
+from dsv41_jax.checkpoint.released import check_choices, load_params
 from dsv41_jax.checkpoint.released_folder import ReleasedFolder
 from dsv41_jax.engram_hash import EngramHasher
 from dsv41_jax.generate import Model
@@ -58,6 +58,7 @@ def load(
         raise ValueError(
             "mesh: sharding over a mesh is not part of this version; leave it out to use the default device"
         )
+    check_choices(engram, expert_storage)  # before anything is downloaded or read
     folder = _find(path, revision)
     released = ReleasedFolder.open(folder)
     config = released.config

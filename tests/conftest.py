@@ -7,10 +7,8 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8.
 from __future__ import annotations
 
 import functools
-import hashlib
 import ipaddress
 import os
-import platform
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,26 +17,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-
-def _compilation_cache() -> str:
-    """A per-user folder that names the processor, because compiled CPU code is not portable between processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except FileNotFoundError:
-        lines = [platform.processor()]
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
-    name = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv41-jax" / "compiled" / name)
-
-
 # Before jax is imported, and inherited by the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache())
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before numpy is imported: the oracles multiply small matrices, where threads cost more than they save.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from dsv41_jax import compile_cache
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compile_cache.default_folder()))
+compile_cache.enable(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 # The same examples in every run; no deadline, because the first example of a shape compiles.
 settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)

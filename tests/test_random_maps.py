@@ -27,7 +27,7 @@ from random_models import random_token_map, write_model
 BLOCK = 16
 # A float32 model makes the oracle's choice only where the scores of the two sides differ by more than its rounding.
 MARGIN = 1e-5
-# Logits are about 2 in size and seldom above 10.
+# Not scaled: logits are about 2 in size, the largest of all these models is below 9.
 ATOL = 1e-4
 # Six of them meet every kind of map, weight and draft head that 150 seeds meet, and the others most kinds again.
 SEEDS = (104, 99, 82, 57, 56, 5, 67, 124, 86, 25, 65, 49)
@@ -167,7 +167,7 @@ def test_prefill_decode_and_drafts_equal_the_oracle(seed, tmp_path, monkeypatch)
                     oracle, expected, int(cache.lengths[row]), int(following[row]), *(x[row] for x in draft)
                 )
     assert (cache.lengths == lengths).all()
-    assert compared > 0.4 * lengths.sum()
+    assert compared > 0.6 * lengths.sum()
     assert drafts >= 5 or not config.n_draft
 
 

@@ -91,7 +91,7 @@ def chi_square(counts, p):
     return float(((counts - wanted) ** 2 / wanted).sum())
 
 
-# Exceeded by chance once in a million, by degrees of freedom: there are ten such checks, and a failure should be a fault.
+# Exceeded by chance once in a million, by degrees of freedom: of ten such checks, a failing one should be a fault.
 # With this many draws, a token that comes 10% too often is found nearly always.
 LIMIT = {2: 27.6, 4: 33.4, 24: 72.2}
 DRAWS = 20_000

@@ -23,7 +23,7 @@ def test_labels():
     found = {".".join(path): label for path, label in flatten(labels(abstract_params(tiny_training_config(), FLOAT32)))}
     expected = {
         "matrix": ["layers.attn.wq_b.weight", "layers.ffn.experts.w2.weight", "layers.ffn.shared_experts.w1.weight"]
-        + ["compressors.r1.wkv.weight", "indexers.wq_b.weight", "engram.l0.wkv.weight", "mtp.main_proj.weight"],
+        + ["compressors.r2.wkv.weight", "indexers.wq_b.weight", "engram.l0.wkv.weight", "mtp.main_proj.weight"],
         "embedding": ["embed.weight", "head.weight", "mtp.markov_head.embed.weight"],
         "table": ["engram.l0.embed.weight"],
         "other": ["norm.weight", "layers.hc_attn.fn", "layers.attn.attn_sink", "layers.ffn.gate.weight"]
@@ -41,7 +41,8 @@ def test_each_matrix_of_a_stack_is_orthogonalised_by_itself():
     grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(0), p.shape), params)
     grads["wq_a"]["weight"] *= jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
     optimizer = make_optimizer(lambda step: 1.0)
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    update = jax.jit(optimizer.update, compiler_options=fast_compile())
+    updates, _ = update(grads, optimizer.init(params), params)
     for matrix in updates["wq_a"]["weight"]:
         singular = np.linalg.svd(matrix, compute_uv=False) / (0.18 * np.sqrt(16))
         assert singular.min() > 0.5 and singular.max() < 1.4  # five Newton-Schulz steps end near 1, not at it
@@ -66,7 +67,7 @@ def test_router_bias_moves_towards_the_mean_load():
 def test_fresh_parameters_fit_the_manifest_and_repeat():
     config = tiny_training_config()
     make = jax.jit(partial(init_params, config), compiler_options=fast_compile())
-    one, two = (dict(flatten(make(jax.random.key(3)))) for _ in range(2))
+    one, two = (dict(flatten(make(jax.random.key(3, impl="unsafe_rbg")))) for _ in range(2))
     expected = dict(flatten(abstract_params(config, FLOAT32)))
     assert {p: (w.shape, w.dtype) for p, w in one.items()} == {p: (w.shape, w.dtype) for p, w in expected.items()}
     for path, weight in one.items():

@@ -1,4 +1,4 @@
-"""A model just big enough to be trained in a test: three layers, every mechanism but vision."""
+"""A model just big enough to be trained in a test: two layers, every mechanism but vision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 64
 
 
 def tiny_training_config() -> ModelConfig:
-    """Full (ratio 2), Full (ratio 1, builds the pool), Reindex, one draft block."""
+    """Full (ratio 2, builds the pool), Reindex, one draft block."""
     released = load_config(Path(__file__).parents[1] / "configs/tiny.py").to_json()
     released.pop("vision_config")
     released["image_token_id"] = VOCAB - 2
@@ -26,17 +26,20 @@ def tiny_training_config() -> ModelConfig:
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "head_dim": 32,
         "q_lora_rank": 32,
         "n_routed_experts": 4,
         "sliding_window": 8,
-        "compress_ratios": [2, 1, 1, 0],
-        "kv_source_layer_ids": [0, 1],
-        "index_source_layer_ids": [0, 1, 2],
+        "compress_ratios": [2, 2, 0],
+        "kv_source_layer_ids": [0],
+        "index_source_layer_ids": [0, 1],
         "index_n_heads": 2,
-        "candidate_source_layer_id": 1,
+        "index_topk": 4,
+        "candidate_source_layer_id": 0,
+        "candidate_topk_blocks": 4,
+        "candidate_block_size": 2,
         "hc_sinkhorn_iters": 4,
         "engram_layer_ids": [0],
         "engram_num_embeddings": list(rows),
@@ -47,7 +50,7 @@ def tiny_training_config() -> ModelConfig:
         "num_nextn_predict_layers": 1,
         "dspark_block_size": 3,
         "dspark_noise_token_id": 3,
-        "dspark_target_layer_ids": [1, 2],
+        "dspark_target_layer_ids": [0, 1],
         "dspark_markov_rank": 32,
     }
     return ModelConfig.from_json(released)

@@ -20,7 +20,7 @@ from dsv41_jax.checkpoint.storage import Storage, check_scales, param_leaves, ro
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import Numerics
 
-__all__ = ["CheckpointError", "ReleasedFolder", "abstract_params", "load_params", "save_released"]
+__all__ = ["CheckpointError", "ReleasedFolder", "abstract_params", "check_choices", "load_params", "save_released"]
 
 ENGRAM_PLACES = ("device", "host", "mmap")
 
@@ -30,6 +30,12 @@ Progress = Callable[[int, int], None]
 def _check_choice(engram: str) -> None:
     if engram not in ENGRAM_PLACES:
         raise ValueError(f"engram={engram!r} is unknown; choose one of {', '.join(ENGRAM_PLACES)}")
+
+
+def check_choices(engram: str, expert_storage: str) -> None:
+    """Raise ValueError, naming the choices that exist, for an unknown place of the tables or form of the experts."""
+    _check_choice(engram)
+    Storage(experts=expert_storage)
 
 
 def _wanted_leaves(names: NameMap, storage: Storage, engram: str) -> dict:

@@ -35,6 +35,10 @@ def new_state(params: dict, optimizer: optax.GradientTransformation, seed: int) 
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
 
 
+def _norm(tree: dict) -> Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
 def expert_loads(experts: dict[int, Array], n_experts: int) -> Array:
     """Tokens of each expert, float32 [layers, E], from the chosen experts {layer: int32 [B, T, k]}."""
     return jnp.stack([jnp.bincount(experts[layer].reshape(-1), length=n_experts) for layer in sorted(experts)]) * 1.0
@@ -70,7 +74,7 @@ def backbone_step(
         gate = params["layers"]["ffn"]["gate"]
         gate["bias"] = balanced_bias(gate["bias"], loads, bias_speed)
         peaks = jnp.max(loads, axis=-1) / jnp.mean(loads, axis=-1)  # [layers], 1 when the load is even
-        metrics = {**notes, "grad_norm": optax.global_norm(grads)}
+        metrics = {**notes, "grad_norm": _norm(grads)}
         metrics |= {"load_max": jnp.max(peaks), "load_mean": jnp.mean(peaks)}
         return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
@@ -105,7 +109,7 @@ def drafter_step(
         (loss, parts), grads = value_and_grad(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, **parts, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, **parts, "grad_norm": _norm(grads)}
         return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)
