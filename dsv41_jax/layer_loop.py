@@ -83,13 +83,18 @@ class LayerLoop:
         for run in segment.runs:
             if run.count == 1 or not self.rolled:
                 for j in range(run.count):
-                    x, pre, state = self._layer(run, first + run.offset + j, kv_slot, index_slot, shared, x, pre, state)
+                    layer = first + run.offset + j
+                    (x, pre, state), tap = self._layer(run, layer, kv_slot, index_slot, shared, x, pre, state)
+                    if run.tapped:
+                        self.taps[layer] = tap
                 continue
 
             def body(c, j, run=run):
-                return self._layer(run, first + run.offset + j, kv_slot, index_slot, shared, *c), None
+                return self._layer(run, first + run.offset + j, kv_slot, index_slot, shared, *c)
 
-            (x, pre, state), _ = jax.lax.scan(body, (x, pre, state), jnp.arange(run.count))
+            (x, pre, state), taps = jax.lax.scan(body, (x, pre, state), jnp.arange(run.count))
+            if run.tapped:  # such a group is never repeated, so `first` is a number
+                self.taps.update({first + run.offset + j: taps[j] for j in range(run.count)})
         return x, pre, state, shared.pool
 
     def _layer(self, run: Run, layer, kv_slot, index_slot, shared: Sharing, x: Array, pre: Array, state: Any) -> tuple:
@@ -100,8 +105,7 @@ class LayerLoop:
             weights = {k: v for k, v in self.params["engram"][name].items() if k != "embed"}
             x = module.apply({"params": weights}, x, self.memory[name], self.image_mask)
             note["post_engram"] = x
-        if run.tapped:
-            self.taps[layer] = hc.stream_mean(x, self.numerics)
+        tap = hc.stream_mean(x, self.numerics) if run.tapped else None
         layer_params = pick(self.params["layers"], layer)
         new_state = state
 
@@ -134,4 +138,4 @@ class LayerLoop:
             if shared.pool is not None:
                 note["pool"] = shared.pool
             self.record[layer] = note
-        return x, pre, new_state
+        return (x, pre, new_state), tap

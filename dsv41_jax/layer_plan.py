@@ -61,7 +61,7 @@ def _runs(shares: list[LayerShare]) -> tuple[Run, ...]:
     runs: list[Run] = []
     for offset, share in enumerate(shares):
         kind = (share.mode, share.ratio, share.pool, share.engram, share.tapped)
-        plain = not (share.engram or share.tapped) and share.mode in (Mode.WINDOW, Mode.REUSE)
+        plain = not share.engram and share.mode in (Mode.WINDOW, Mode.REUSE)
         last = runs[-1] if runs else None
         if plain and last and kind == (last.mode, last.ratio, last.pool, last.engram, last.tapped):
             runs[-1] = dataclasses.replace(last, count=last.count + 1)
@@ -72,7 +72,7 @@ def _runs(shares: list[LayerShare]) -> tuple[Run, ...]:
 
 @functools.lru_cache(maxsize=256)
 def layer_plan(config: ModelConfig) -> tuple[Segment, ...]:
-    """The backbone's segments, in order; every layer occurs in exactly one."""
+    """The backbone's segments, in order; every layer occurs in exactly one, and none crosses into the decoder."""
     shares = layer_map(config)[: config.num_hidden_layers]
     starts = sorted({0, *config.index_source_layer_ids})
     segments: list[Segment] = []
@@ -84,7 +84,7 @@ def layer_plan(config: ModelConfig) -> tuple[Segment, ...]:
             kv_slot = sources_of_ratio(config, head.ratio).index(head.main_kv_from)
             index_slot = config.index_source_layer_ids.index(start)
         segment = Segment(start, stop - start, 1, _runs(group), kv_slot, index_slot)
-        if segments and _continues(segments[-1], segment):
+        if segments and start != config.decoder_start and _continues(segments[-1], segment):
             last = segments[-1]
             steps = dict(kv_step=kv_slot - last.kv_slot, index_step=1) if last.repeats == 1 else {}
             segments[-1] = dataclasses.replace(last, repeats=last.repeats + 1, **steps)

@@ -92,7 +92,7 @@ def _find(path: str | os.PathLike, revision: str | None) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    parts = str(path).split("/")
+    parts = path.split("/") if isinstance(path, str) else []
     if len(parts) != 2 or not all(parts) or str(path).startswith((".", "~")):
         raise FileNotFoundError(f'{path}: no such folder, and not a hub id of the form "owner/name"')
     from huggingface_hub import snapshot_download  # not needed for local folders

@@ -61,7 +61,7 @@ def greedy(model: ds.Model, prompts: list[np.ndarray], steps: int) -> tuple[np.n
 
 
 def neighbours(model: ds.Model) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Logits [13, V] of each of 4 prompts of different length alone, and in a batch; in another slot the batch is the same."""
+    """Logits [13, V] of each of 4 prompts alone, and in a ragged batch, which gives the same bits in other slots."""
     text = prompt("long")[0]
     prompts = [text[:5], text[20:50], text[60:73], text[100:117]]
     moved = [2, 0, 3, 1]

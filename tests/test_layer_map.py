@@ -97,7 +97,7 @@ def test_any_legal_map_is_consistent(seed):
 
 
 def test_generator_covers_the_kinds():
-    """The first dozen seeds, which the whole-model tests use, meet every kind of map between them."""
+    """The first dozen seeds meet every kind of map between them."""
     configs = [ModelConfig.from_json(random_legal_config(seed)) for seed in range(12)]
     maps = [layer_map(config) for config in configs]
     assert {share.mode for shares in maps for share in shares[:-3]} == set(Mode)
