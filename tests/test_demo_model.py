@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from fast_compile import use_fast_steps
 
 import dsv41_jax as ds
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_map import Mode, layer_map
+from launch import generate
 from launch.eval_demo import accepted_drafts, held_out_bits, held_out_contexts
 
 FOLDER = Path(str(importlib.resources.files("dsv41_jax"))) / "demo_model"
@@ -43,11 +45,20 @@ def test_every_mechanism_is_on():
     assert config.n_routed_experts == 8 and config.num_experts_per_tok == 2
 
 
-def test_it_writes_english(demo: ds.Model):
+def test_it_writes_english(demo: ds.Model, monkeypatch: pytest.MonkeyPatch):
+    use_fast_steps(monkeypatch)
     text = demo.generate("The Lord is", max_new_tokens=40, temperature=0)
     words = re.findall(r"[a-z]+", text.lower())
     assert len(words) >= 15
     assert sum(word in COMMON for word in words) > len(words) / 4
+
+
+def test_the_readme_command_prints_the_continuation(demo: ds.Model, capsys, monkeypatch):
+    monkeypatch.setattr(ds, "load", lambda name, numerics: {("demo", "released"): demo}[name, numerics])
+    generate.main(["--prompt", "The Lord is", "--max_new_tokens", "8", "--temperature", "0"])
+    assert (
+        capsys.readouterr().out == "The Lord is" + demo.generate("The Lord is", max_new_tokens=8, temperature=0) + "\n"
+    )
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from fast_compile import use_fast_steps
 from layer_by_layer import LayerByLayer
 from tiny_golden import (
     CANDIDATE_SOURCE,
+    EDGES,
     INDEX_SOURCES,
     assert_close,
     check_block_output,
@@ -25,7 +26,6 @@ from tiny_golden import (
 )
 
 MAX_LEN = 512  # one length for the tests of this numerics with one row: a program each less
-EDGES = (1, 2, 3, 15, 16, 17, 31, 32, 33)
 
 
 @pytest.fixture(scope="module")

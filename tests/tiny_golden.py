@@ -16,6 +16,7 @@ from oracle_weights import read_safetensors
 GOLDEN = Path(__file__).parent / "golden"
 INDEX_SOURCES = (2, 4, 6, 8)
 CANDIDATE_SOURCE = 6
+EDGES = (1, 2, 3, 15, 16, 17, 31, 32, 33)  # prompt lengths of `edges`: groups of 2, windows of 16
 FLOAT32_ATOL = 1e-4
 
 
