@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from fast_compile import use_fast_steps
 
 import dsv41_jax as ds
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_map import Mode, layer_map
+from fast_compile import use_fast_steps
 from launch import generate
 from launch.eval_demo import accepted_drafts, held_out_bits, held_out_contexts
 
