@@ -275,6 +275,12 @@ def _from_mapping(mapping: Mapping[str, Any], text: str) -> ModelConfig:
     )
     if isinstance(ratios, list) and type(drafts) is int and drafts > 0 and len(ratios) == layers:
         values["compress_ratios"] = ratios + [0] * drafts  # some files list the backbone only
+    for what, key in (
+        ("num_nextn_predict_layers", "dspark_noise_token_id"),
+        ("engram_layer_ids", "engram_pad_token_id"),
+    ):
+        if values.get(what) and key not in values:
+            raise ConfigError(key, None, f"is required with {what}={values[what]}, and missing")
     return _build(ModelConfig, values)
 
 

@@ -165,6 +165,8 @@ class Model:
         """
         if self.numerics != "float32":
             raise ValueError(f'gradients need numerics="float32", this model was loaded with {self.numerics!r}')
+        if self._runner.tables:
+            raise ValueError('gradients need engram="device": tables in host memory or in the file are not parameters')
         value, grads = evaluate.loss_and_grads(*self._loss_arguments(token_ids, segment_ids), **self._static())
         return value, by_released_name(grads, self.config)
 
@@ -188,7 +190,8 @@ class Model:
             stop_ids: token ids that end a row besides the end-of-sequence token; neither is part of the text.
 
         Returns:
-            the new text (without the prompt): a string for a string, a list for a list.
+            the new text (without the prompt): a string for a string, a list for a list. A character whose last bytes
+            did not come before the end is left out.
 
         Raises:
             ValueError: bad options, an empty prompt, or a prompt that leaves no room.
@@ -203,7 +206,6 @@ class Model:
         out = [""] * len(texts)
         for row, token in token_loop(self, request):
             out[row] += decoders[row].push(token)
-        out = [text + decoder.flush() for text, decoder in zip(out, decoders, strict=True)]
         return out[0] if single else out
 
     def stream(
@@ -229,8 +231,6 @@ class Model:
         for _, token in token_loop(self, request):
             if piece := decoder.push(token):
                 yield piece
-        if piece := decoder.flush():
-            yield piece
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -252,6 +252,8 @@ class Model:
             if segment_ids.shape != ids.shape:
                 raise ValueError(f"segment_ids has shape {segment_ids.shape}, token_ids {ids.shape}")
             starts = segment_starts(segment_ids)
+            if starts[:, 1:].all():
+                raise ValueError("segment_ids leave no sample of two tokens: there is nothing to predict")
         memory = {}
         if self._runner.hasher is not None:
             memory = self._runner.engram_input(self._runner.hasher(ids, starts=starts)[0])

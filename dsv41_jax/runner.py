@@ -63,9 +63,21 @@ def _extend(
     numerics: Numerics,
     all_logits: bool,
 ) -> tuple[Array, CacheArrays]:
-    return model.extend(
-        config, numerics, params, arrays, token_ids, start, n_valid, memory, image_mask, image_embeds, all_logits
-    )
+    step = functools.partial(model.extend, config, numerics, params, all_logits=all_logits)
+    if token_ids.shape[0] == 1 or token_ids.shape[1] == 1:
+        return step(arrays, token_ids, start, n_valid, memory, image_mask, image_embeds)
+
+    # Blocks of several tokens run row by row: a large matrix product may sum in an order that depends on how many rows
+    # it has, and a prompt's numbers must not depend on its neighbours. Each row's work is the same either way.
+    def one_row(row: tuple) -> tuple[Array, CacheArrays]:
+        own, *inputs = jax.tree.map(lambda a: a[None], row)
+        logits, own = step(jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), own), *inputs)
+        return logits[0], jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0)[0], own)
+
+    rows_first = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), arrays)
+    inputs = (rows_first, token_ids, start, n_valid, memory, image_mask, image_embeds)
+    logits, rows_first = jax.lax.map(one_row, inputs)
+    return logits, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), rows_first)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"))

@@ -1,7 +1,6 @@
 """Choosing the next token from logits: temperature, top-k, top-p, argmax at temperature 0."""
 
 import dataclasses
-import math
 import numbers
 
 import jax
@@ -30,8 +29,8 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self):
-        if not (is_real(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature!r}: a finite number of at least 0 is needed")
+        if not (is_real(self.temperature) and 0 <= self.temperature <= 1e6):
+            raise ValueError(f"temperature={self.temperature!r}: a number from 0 to 1e6 is needed")
         if self.top_k is not None and not (is_whole(self.top_k) and self.top_k >= 1):
             raise ValueError(f"top_k={self.top_k!r}: a whole number of at least 1 is needed, or None for all tokens")
         if self.top_p is not None and not (is_real(self.top_p) and 0 < self.top_p <= 1):
@@ -61,7 +60,7 @@ def filtered_logits(logits: Array, temperature: Array, top_k: Array, top_p: Arra
     kth = jnp.take_along_axis(ordered, jnp.broadcast_to(jnp.minimum(top_k, v) - 1, (logits.shape[0], 1)), axis=-1)
     p = jax.nn.softmax(jnp.where(ordered >= kth, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(p, axis=-1) - p
-    inside = (before < top_p) & (ordered >= kth)
+    inside = ((before < top_p) | (jnp.arange(v) == 0)) & (ordered >= kth)  # the likeliest always stays
     lowest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where((warm >= lowest) | (top_p >= 1.0) & (warm >= kth), warm, -jnp.inf)
 

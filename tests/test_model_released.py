@@ -15,7 +15,6 @@ from dsv41_jax.hyper_connections import identity_mix
 from dsv41_jax.layer_map import Mode
 from dsv41_jax.model import embed
 from dsv41_jax.vision import merge_images
-from fast_compile import use_fast_steps
 from layer_by_layer import BLOCK, MAX_LEN, LayerByLayer, engram_step, layer_program, layers
 from tiny_golden import (
     CANDIDATE_SOURCE,
@@ -198,9 +197,9 @@ def test_window_and_group_edges(model):
 def test_batch(model):
     g = recording("batch")
     order = [0, 1, 1, 0]
-    logits, cache = model.prefill(g["input_ids"][order])
+    logits, cache = model.prefill(g["input_ids"][order], all_logits=True)
     tokens = g["ref.decode_tokens"][order]
-    np.testing.assert_array_equal(np.argmax(logits, -1), tokens[:, 0])
+    np.testing.assert_array_equal(np.argmax(logits[:, -1], -1), tokens[:, 0])
     assert_rms(decoded(model, cache, tokens[:, :12]), g["ref.decode_logits"][order], 0.09)
 
 
@@ -209,9 +208,9 @@ def test_ragged(model):
     g = recording("batch")
     tokens, start = g["ragged.ref.tokens"], g["ragged.prompt_lens"].min()
     order = [0, 1, 1, 0]
-    logits, cache = model.prefill(tokens[order, :start])
+    logits, cache = model.prefill(tokens[order, :start], all_logits=True)
     rest = decoded(model, cache, tokens[order, start:-1])
-    assert_rms(np.concatenate([np.asarray(logits)[:, None], rest], axis=1), g["ragged.ref.logits"][order], 0.09)
+    assert_rms(np.concatenate([np.asarray(logits)[:, -1:], rest], axis=1), g["ragged.ref.logits"][order], 0.09)
 
 
 def test_image(model):
@@ -230,11 +229,7 @@ def test_image(model):
     assert_rms(run.run(g["ref.decode_tokens"][:12]), g["ref.decode_logits"], 0.09)
 
 
-def test_noquant(tiny, monkeypatch):
-    use_fast_steps(monkeypatch)
-    model, g = tiny("noquant"), recording("mid")
-    ids = np.concatenate([prompt("mid")[0], g["ref.decode_tokens"][:24]])[None]
-    first, cache = model.prefill(ids[:, :1])  # one token at a time: one program
-    logits = np.concatenate([first, decoded(model, cache, ids[:, 1:])[0]])
-    assert_rms(logits[:N], g["noquant.prefill_logits"], 0.09, argmax=0.9)
-    assert_rms(logits[N:], g["noquant.decode_logits"], 0.09, argmax=0.9)
+def test_noquant(tiny):
+    run, g = LayerByLayer(tiny("noquant")), recording("mid")
+    assert_rms(run.run(prompt("mid")[0]), g["noquant.prefill_logits"], 0.09, argmax=0.9)
+    assert_rms(run.run(g["ref.decode_tokens"][:24]), g["noquant.decode_logits"], 0.09, argmax=0.9)
