@@ -112,10 +112,11 @@ class Runner:
     Attributes:
         hasher: Engram hash of the token map, or None without Engram layers.
         tables: {layer: table} for Engram tables off the device; layers not in it have theirs in `params`.
-        prefill_block: most tokens of a row that one prefill step takes.
+        prefill_block: tokens of a row that one prefill step takes. It is the same for every prompt: another length may
+            round differently, and a prompt's numbers must not depend on how long its neighbours are.
     """
 
-    prefill_block: int = 256
+    prefill_block: int = 64
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class Runner:
         pieces, last = [], None
         for at in range(0, longest, self.prefill_block):
             n = min(self.prefill_block, longest - at)
-            t = block_bucket(n)
+            t = self.prefill_block
             pad = ((0, 0), (0, t - n))
             block = np.pad(token_ids[:, at : at + n], pad, constant_values=self.config.pad_token_id)
             n_valid = np.clip(lengths - at, 0, n).astype(np.int32)

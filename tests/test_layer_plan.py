@@ -156,7 +156,7 @@ def test_rolled_and_unrolled_loops_agree(changes, tmp_path, monkeypatch):
         rolled, cache = loaded._runner.extend(cache, block, n_valid, all_logits=True)
         logits, other = unrolled(loaded.params, other, block, start, n_valid)
         for row in range(2):
-            np.testing.assert_allclose(rolled[row, : n_valid[row]], logits[row, : n_valid[row]], rtol=0, atol=1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), cache.arrays, other)
+            np.testing.assert_allclose(rolled[row, : n_valid[row]], logits[row, : n_valid[row]], rtol=0, atol=1e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), cache.arrays, other)
     for entries in cache.arrays.main_kv.values():  # every source wrote
         assert float(jnp.abs(entries).max(axis=(1, 2, 3)).min()) > 0

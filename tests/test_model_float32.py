@@ -9,6 +9,7 @@ import dsv41_jax as ds
 from dsv41_jax.vision import embed_span, merge_images
 from fast_compile import use_fast_steps
 from layer_by_layer import LayerByLayer
+from neighbours import alone_and_together
 from tiny_golden import (
     CANDIDATE_SOURCE,
     EDGES,
@@ -147,3 +148,35 @@ def test_image(model):
     check_prefill_logits(layers.run(ids[0], g["token_types"][None] >= 0, np.asarray(merged)), "image")
     for source in INDEX_SOURCES:
         check_selection(layers.values, "image", source)
+
+
+def test_prefill_and_300_decode_steps(model):
+    ids = np.random.default_rng(300).integers(3, 500, (1, 317)).astype(np.int32)
+    whole, _ = model.prefill(ids, max_len=MAX_LEN, all_logits=True)
+    whole = np.asarray(whole[0])
+    logits, cache = model.prefill(ids[:, :17], max_len=MAX_LEN, all_logits=True)
+    assert_close(logits[0], whole[:17])
+    for position in range(17, 317):
+        logits, cache = model.decode(cache, ids[:, position])
+        assert_close(logits[0], whole[position])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_cut_gives_the_recorded_numbers(model, seed):
+    """Prefill of some tokens, then decode in blocks of 1 to 16."""
+    rng = np.random.default_rng(seed)
+    ids, expected = prompt("long"), recording("long")["fp32.prefill_logits"]
+    at = int(rng.integers(1, 60))
+    logits, cache = model.prefill(ids[:, :at], max_len=MAX_LEN, all_logits=True)
+    assert_close(logits[0], expected[:at])
+    while at < 90:
+        n = int(rng.integers(1, 17))
+        logits, cache = model.decode(cache, ids[:, at : at + n])
+        assert_close(logits[0], expected[at : at + n])
+        at += n
+
+
+def test_a_row_does_not_depend_on_its_neighbours(model):
+    """The ids are equal. Not every bit is: XLA on CPU adds up a row of a larger array in another order."""
+    for alone, together in alone_and_together(model, MAX_LEN):
+        assert_close(alone, together)

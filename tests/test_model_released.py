@@ -16,6 +16,7 @@ from dsv41_jax.layer_map import Mode
 from dsv41_jax.model import embed
 from dsv41_jax.vision import merge_images
 from layer_by_layer import BLOCK, MAX_LEN, LayerByLayer, engram_step, layer_program, layers
+from neighbours import alone_and_together
 from tiny_golden import (
     CANDIDATE_SOURCE,
     EDGES,
@@ -211,6 +212,12 @@ def test_ragged(model):
     logits, cache = model.prefill(tokens[order, :start], all_logits=True)
     rest = decoded(model, cache, tokens[order, start:-1])
     assert_rms(np.concatenate([np.asarray(logits)[:, -1:], rest], axis=1), g["ragged.ref.logits"][order], 0.09)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(model):
+    """To the bit: sums that differ in the last bit of float32 are equal after rounding to bf16, but for rare cases."""
+    for alone, together in alone_and_together(model, MAX_LEN):
+        np.testing.assert_array_equal(alone, together)
 
 
 def test_image(model):

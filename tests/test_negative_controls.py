@@ -24,7 +24,6 @@ from layer_by_layer import LayerByLayer, layers, new_layer_program
 from tiny_golden import (
     check_block_output,
     check_first_draft,
-    check_prefill_logits,
     check_selection,
     image_inputs,
     prompt,
@@ -59,11 +58,14 @@ def with_params(model: ds.Model, **attention_or_gate: jax.Array) -> ds.Model:
     return ds.Model(Runner(runner.config, runner.numerics, params, runner.hasher, runner.tables), None)
 
 
-def image_logits(model: ds.Model) -> np.ndarray:
+def image_values(model: ds.Model) -> dict[str, dict[int, np.ndarray]]:
+    """Values of the image prompt up to the second KV source: four layers with experts come before it."""
     ids, image = prompt("image"), recording("image")["token_types"][None] >= 0
     embedded = model.params["embed"]["weight"][ids]
     merged = merge_images(model.params, embedded, [image_inputs()], model.config, model._runner.numerics)
-    return LayerByLayer(model).run(ids[0], image, np.asarray(merged))
+    run = LayerByLayer(model)
+    run.run(ids[0], image, np.asarray(merged), last=4)
+    return run.values
 
 
 def first_draft(model: ds.Model, case: str) -> tuple:
@@ -120,13 +122,13 @@ class OtherSourcesKeys(CachedBlock):
 def test_nothing_wrong(model):
     """The comparisons below pass when nothing is changed."""
     run = LayerByLayer(model)
-    run.run(prompt("short")[0])
+    run.run(prompt("short")[0], last=0)
     check_block_output(run.values, 0)
     run = LayerByLayer(model)
-    run.run(prompt("mid")[0])
+    run.run(prompt("mid")[0], last=4)
     check_selection(run.values, "mid", 2)
     check_selection(run.values, "mid", 4)
-    check_prefill_logits(image_logits(model), "image")
+    check_selection(image_values(model), "image", 4)
     check_first_draft(first_draft(model, "short"), "short")
 
 
@@ -198,7 +200,7 @@ def test_comb_transposed(model, monkeypatch):
 def test_image_bias_ignored(model):
     gate = model.params["layers"]["ffn"]["gate"]
     with pytest.raises(AssertionError, match=NOTICED):
-        check_prefill_logits(image_logits(with_params(model, bias_vl=gate["bias"])), "image")
+        check_selection(image_values(with_params(model, bias_vl=gate["bias"])), "image", 4)
 
 
 def test_index_keys_of_another_source(model):
