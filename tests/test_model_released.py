@@ -4,6 +4,8 @@ Block by block on recorded inputs the arithmetic is held to a few flipped bits. 
 FP8 code and then a choice, so whole-model numbers are held to the noise that perturbed twins of the reference show.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from dsv41_jax.hyper_connections import identity_mix
 from dsv41_jax.layer_map import Mode
 from dsv41_jax.model import embed
 from dsv41_jax.vision import merge_images
+from fast_compile import use_fast_steps
 from layer_by_layer import BLOCK, MAX_LEN, LayerByLayer, engram_step, layer_program, layers
 from neighbours import alone_and_together
 from tiny_golden import (
@@ -35,8 +38,10 @@ N = 41  # tokens of `mid`
 
 
 @pytest.fixture(scope="module")
-def model(tiny) -> ds.Model:
-    return tiny("released")
+def model(tiny) -> Iterator[ds.Model]:
+    with pytest.MonkeyPatch.context() as patch:
+        use_fast_steps(patch)
+        yield tiny("released")
 
 
 def padded(x: np.ndarray) -> jax.Array:
@@ -147,7 +152,7 @@ def decoded(model: ds.Model, cache: ds.Cache, tokens: np.ndarray) -> np.ndarray:
     return np.stack(steps, axis=1)
 
 
-def test_short(model):
+def check_short(model: ds.Model) -> None:
     g = recording("short")
     logits, cache = model.prefill(prompt("short"), all_logits=True)
     assert_rms(logits[0], g["ref.prefill_logits"], 0.01, argmax=1)
@@ -163,6 +168,17 @@ def test_short(model):
             first.append(np.asarray(draft_logits)[0, 0])
     assert_rms(np.stack(ours), g["ref.decode_logits"], 0.08)
     assert_rms(np.stack(first), recorded[:, 0], 0.05)
+
+
+def test_short(model):
+    check_short(model)
+
+
+@pytest.mark.slow
+def test_short_in_optimised_code(tiny):
+    """What users run: elsewhere in this file the steps are compiled fast."""
+    check_short(tiny("released"))
+    check_neighbours(tiny("released"))
 
 
 def test_mid(model):
@@ -214,10 +230,14 @@ def test_ragged(model):
     assert_rms(np.concatenate([np.asarray(logits)[:, -1:], rest], axis=1), g["ragged.ref.logits"][order], 0.09)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(model):
-    """To the bit: sums that differ in the last bit of float32 are equal after rounding to bf16, but for rare cases."""
+def check_neighbours(model: ds.Model) -> None:
     for alone, together in alone_and_together(model, MAX_LEN):
         np.testing.assert_array_equal(alone, together)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(model):
+    """To the bit: sums that differ in the last bit of float32 are equal after rounding to bf16, but for rare cases."""
+    check_neighbours(model)
 
 
 def test_image(model):
