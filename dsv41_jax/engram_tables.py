@@ -1,7 +1,7 @@
 """Engram tables off the device: rows by id from host memory, or straight from the checkpoint file.
 
 The third place, on the device, is `engram.gather_rows`. An `EngramTable` belongs to one Engram layer; the step gets its
-rows as an input. Reading ahead and keeping hot rows are wrappers around this protocol.
+rows as an input. `engram_prefetch` reads ahead and keeps hot rows for the two tables here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class EngramTable(Protocol):
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Integer ids [...] -> rows [..., width]. Raises IndexError for an id outside the table."""
+
+    def prefetch(self, ids: np.ndarray) -> None:
+        """Announce a later `rows(ids)`; returns at once. Raises IndexError for an id outside the table."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +66,61 @@ def dequantize_rows(weight: np.ndarray, scale: np.ndarray | None, dtype: np.dtyp
     return values.astype(dtype)
 
 
-class _StoredTable:
-    """What both sources share: each distinct row is read and dequantised once, in ascending order."""
+class StoredTable:
+    """What both sources share: each distinct row is read and dequantised once, in ascending order.
 
-    def __init__(self, weight_shape: tuple[int, int], scale_shape: tuple[int, int] | None, dtype: np.dtype) -> None:
-        rows, width = weight_shape
-        if scale_shape is not None and scale_shape != (rows, width // SCALE_BLOCK):
-            raise ValueError(f"Engram scale {scale_shape} does not fit a table of {weight_shape}")
+    Attributes:
+        shape: (rows, row width). dtype: what `rows` gives.
+        row_bytes: stored bytes of a row with its scales (264 in the release).
+    """
+
+    def __init__(
+        self,
+        weight: tuple[tuple[int, int], np.dtype],
+        scale: tuple[tuple[int, int], np.dtype] | None,
+        dtype: np.dtype,
+    ) -> None:
+        (rows, width), weight_dtype = weight
+        if scale is not None and scale[0] != (rows, width // SCALE_BLOCK):
+            raise ValueError(f"Engram scale {scale[0]} does not fit a table of {weight[0]}")
         self.shape = (rows, width)
         self.dtype = np.dtype(dtype)
+        self._weight_dtype, self._scale_dtype = np.dtype(weight_dtype), None if scale is None else np.dtype(scale[1])
+        self._weight_bytes = width * self._weight_dtype.itemsize
+        self.row_bytes = self._weight_bytes + (0 if scale is None else scale[0][1] * self._scale_dtype.itemsize)
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Integer ids [...] -> rows [..., width] in `dtype`. Raises IndexError for an id outside the table."""
-        ids = np.asarray(ids)
-        distinct, place = np.unique(ids, return_inverse=True)
+        distinct, place = self.distinct(ids)
+        return self.dequantize(self.read(distinct))[place].reshape(*np.shape(ids), self.shape[1])
+
+    def prefetch(self, ids: np.ndarray) -> None:
+        """Nothing is read ahead without `engram_prefetch.PrefetchingTable`."""
+
+    def distinct(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ascending distinct ids [n], and where in them each of ids [...] is [ids.size].
+
+        Raises IndexError for an id outside the table.
+        """
+        distinct, place = np.unique(np.asarray(ids).reshape(-1), return_inverse=True)
         if len(distinct) and not (distinct[0] >= 0 and distinct[-1] < self.shape[0]):
             raise IndexError(f"Engram rows {distinct[0]}..{distinct[-1]} requested of a table of {self.shape[0]}")
-        weight, scale = self._read(distinct)
-        return dequantize_rows(weight, scale, self.dtype)[place].reshape(*ids.shape, self.shape[1])
+        return distinct, place
 
-    def _read(self, distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def read(self, distinct: np.ndarray) -> np.ndarray:
+        """Ids [n] inside the table -> rows as stored, uint8 [n, row_bytes]: numbers, then scales. Threads may read."""
         raise NotImplementedError
 
+    def dequantize(self, stored: np.ndarray) -> np.ndarray:
+        """What `read` gives [n, row_bytes] -> rows [n, width] in `dtype`."""
+        weight = np.ascontiguousarray(stored[:, : self._weight_bytes]).view(self._weight_dtype)
+        scale = None
+        if self._scale_dtype is not None:
+            scale = np.ascontiguousarray(stored[:, self._weight_bytes :]).view(self._scale_dtype)
+        return dequantize_rows(weight, scale, self.dtype)
 
-class HostTable(_StoredTable):
+
+class HostTable(StoredTable):
     """A table held in host memory.
 
     Args:
@@ -96,14 +130,14 @@ class HostTable(_StoredTable):
     """
 
     def __init__(self, weight: np.ndarray, scale: np.ndarray | None, dtype: np.dtype = ml_dtypes.bfloat16) -> None:
-        super().__init__(weight.shape, None if scale is None else scale.shape, dtype)
-        self._weight, self._scale = weight, scale
+        super().__init__((weight.shape, weight.dtype), None if scale is None else (scale.shape, scale.dtype), dtype)
+        self._parts = [weight] if scale is None else [weight, scale]
 
-    def _read(self, distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        return self._weight[distinct], None if self._scale is None else self._scale[distinct]
+    def read(self, distinct: np.ndarray) -> np.ndarray:
+        return np.concatenate([part[distinct].view(np.uint8) for part in self._parts], axis=1)
 
 
-class FileTable(_StoredTable):
+class FileTable(StoredTable):
     """A table left in its file. Nothing is mapped or loaded: a released row is one read of 256 bytes and one of 8.
 
     Args:
@@ -114,9 +148,9 @@ class FileTable(_StoredTable):
     """
 
     def __init__(self, weight: FileTensor, scale: FileTensor | None, dtype: np.dtype = ml_dtypes.bfloat16) -> None:
-        scale_shape = None if scale is None else (scale.num_rows, scale.columns)
-        super().__init__((weight.num_rows, weight.columns), scale_shape, dtype)
         parts = [part for part in (weight, scale) if part is not None]
+        forms = [((part.num_rows, part.columns), part.dtype) for part in parts]
+        super().__init__(forms[0], forms[1] if scale is not None else None, dtype)
         self._parts = [(part, open(part.path, "rb", buffering=0)) for part in parts]
 
     def close(self) -> None:
@@ -124,16 +158,16 @@ class FileTable(_StoredTable):
         for _, file in self._parts:
             file.close()
 
-    def _read(self, distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def read(self, distinct: np.ndarray) -> np.ndarray:
         # Python integers from here on: row times row_bytes passes 2^31.
-        read = [_read_rows(part, file.fileno(), distinct.tolist()) for part, file in self._parts]
-        return read[0], read[1] if len(read) > 1 else None
+        ids = distinct.tolist()
+        return np.concatenate([_read_rows(part, file.fileno(), ids) for part, file in self._parts], axis=1)
 
 
 def _read_rows(part: FileTensor, descriptor: int, ids: list[int]) -> np.ndarray:
-    """[len(ids), columns] of the stored type. `pread` keeps no position, so threads may share the descriptor."""
+    """uint8 [len(ids), row_bytes]. `pread` keeps no position, so threads may share the descriptor."""
     size = part.row_bytes
     data = b"".join([os.pread(descriptor, size, part.offset + i * size) for i in ids])
     if len(data) != size * len(ids):
         raise EOFError(f"{part.path} ends before Engram row {ids[-1]} does")
-    return np.frombuffer(data, np.dtype(part.dtype)).reshape(len(ids), part.columns)
+    return np.frombuffer(data, np.uint8).reshape(len(ids), size)
