@@ -22,34 +22,42 @@ Params = dict[str, Any]
 
 
 class KeyStore(Protocol):
-    """Where a block of tokens finds keys: caches (`cache.CachedBlock`) or the block itself (`packed.PackedSamples`).
+    """Where a block of tokens finds keys: caches (`cached_block.CachedBlock`) or the block itself
+    (`packed.PackedSamples`).
 
-    `state` is a pytree that the layer loop carries; `slot` counts the KV sources of one ratio.
+    `state` is a pytree that the layer loop carries; `slot` counts the KV sources of one ratio. What is stored is
+    quantised here, in numerics that quantise.
     """
 
     def angles(self, compressed: bool) -> tuple[Array, Array]:
         """cos and sin [B, t, rope/2] of the tokens, for a layer with (or without) a compressed stream."""
 
-    def window(self, state: Any, layer: Array | int, rows: Array) -> tuple[Any, Array, Array]:
-        """Take the layer's window rows [B, t, d]; return state, keys [B, n, d], mask [B, t, n]."""
+    def window(self, state: Any, run: Run, layer: Array | int, rows: Array) -> tuple[Any, Any]:
+        """Take the layer's window rows [B, t, d], not quantised yet; return state and the keys for `attend`."""
 
     def add_entries(self, state: Any, compressor: Compressor, params: Params, y: Array, slot: Array | int) -> Any:
         """Compress the tokens y [B, t, D] of a KV source and append the entries."""
 
-    def index_keys(self, state: Any, ratio: int, slot: Array | int) -> Array:
-        """Index keys [B, N, index_head_dim] of a source."""
+    def select(
+        self, state: Any, run: Run, slot: Array | int, queries: Array, weights: Array, pool: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Selection int32 [B, t, index_topk] by index queries [B, t, heads, di] and head weights [B, t, heads], and
+        the candidate pool after it.
+        """
 
-    def selected(self, state: Any, ratio: int, slot: Array | int, selection: Array) -> tuple[Array, Array]:
-        """Main KV and mask of a selection [B, t, K], in one of the two forms of `csa2.attend`."""
-
-    def visible(self, ratio: int) -> Array:
-        """bool [B, t, N]: entries whose group is complete at the query's position."""
-
-    def newest_block(self, ratio: int) -> Array:
-        """int32 [B, t]: candidate block of the query's newest visible entry, negative if none."""
-
-    def entry_block(self, ratio: int) -> Array | None:
-        """int32 [B, N] candidate block of each entry; None when blocks are consecutive entries."""
+    def attend(
+        self,
+        state: Any,
+        run: Run,
+        slot: Array | int,
+        q: Array,
+        window: Any,
+        selection: Array | None,
+        attend: Callable[..., Array],
+    ) -> Array:
+        """Attention output [B, t, H, d] of queries q over window keys and selected entries; `attend` takes what
+        `csa2.Attention.attend` does.
+        """
 
 
 def attention_module(config: ModelConfig, numerics: Numerics) -> Attention:
@@ -158,7 +166,7 @@ def csa2_attention(
     cos, sin = keys.angles(run.ratio > 0)
     qr, q = module.apply(variables, y, cos, sin, method="queries")
     rows = module.apply(variables, y, cos, sin, method="window_rows")
-    state, window_kv, window_mask = keys.window(state, layer, rows)
+    state, window = keys.window(state, run, layer, rows)
 
     if run.mode is Mode.FULL:
         compressor = compressor_module(config, numerics, run.ratio)
@@ -167,31 +175,36 @@ def csa2_attention(
     if run.mode in (Mode.FULL, Mode.REINDEX):
         source = pick(params["indexers"], index_slot)
         queries, weights = indexer_module(config, numerics).apply({"params": source}, qr, y, cos, sin)
-        scores = index.index_scores(queries, weights, keys.index_keys(state, run.ratio, kv_slot), numerics)
-        shared.selection, shared.pool = select_entries(config, run, keys, jax.lax.stop_gradient(scores), shared.pool)
+        queries, weights = jax.lax.stop_gradient((queries, weights))
+        shared.selection, shared.pool = keys.select(state, run, kv_slot, queries, weights, shared.pool)
 
-    selected_kv = selected_mask = None
-    if run.mode is not Mode.WINDOW:
-        selected_kv, selected_mask = keys.selected(state, run.ratio, kv_slot, shared.selection)
-    o = module.apply(variables, q, window_kv, window_mask, selected_kv, selected_mask, method="attend")
+    def attend(*arguments) -> Array:
+        return module.apply(variables, *arguments, method="attend")
+
+    selection = None if run.mode is Mode.WINDOW else shared.selection
+    o = keys.attend(state, run, kv_slot, q, window, selection, attend)
     return module.apply(variables, o, cos, sin, method="output"), state
 
 
 def select_entries(
-    config: ModelConfig, run: Run, keys: KeyStore, scores: Array, pool: Array | None
+    config: ModelConfig,
+    run: Run,
+    scores: Array,
+    visible: Array,
+    newest_block: Array | None,
+    entry_block: Array | None,
+    pool: Array | None,
 ) -> tuple[Array, Array | None]:
-    """Selection [B, t, index_topk] and the candidate pool after this index source."""
-    visible = allowed = keys.visible(run.ratio)
-    entry_block = keys.entry_block(run.ratio)
+    """Selection [B, t, index_topk] from scores [B, t, N], and the candidate pool after this index source.
+
+    Args:
+        visible: bool [B, t, N]. newest_block: int32 [B, t] for the source that builds the pool (see
+            `indexer.candidate_blocks`). entry_block: int32 [B, N], or None when blocks are consecutive entries.
+    """
+    allowed = visible
+    size = config.candidate_block_size
     if run.pool == "builds":
-        pool = index.candidate_blocks(
-            scores,
-            visible,
-            keys.newest_block(run.ratio),
-            entry_block,
-            config.candidate_block_size,
-            config.candidate_topk_blocks,
-        )
+        pool = index.candidate_blocks(scores, visible, newest_block, entry_block, size, config.candidate_topk_blocks)
     elif run.pool == "searches":
-        allowed = visible & index.pool_mask(pool, scores.shape[-1], entry_block, config.candidate_block_size)
+        allowed = visible & index.pool_mask(pool, scores.shape[-1], entry_block, size)
     return index.select(scores, allowed, config.index_topk), pool

@@ -1,19 +1,24 @@
-"""Per-sequence state as a typed pytree, indexed by absolute position, and the block of tokens that reads and extends
-it.
+"""Per-sequence state as a typed pytree, indexed by absolute position.
 
-    window       [L, B, R, d]       ring of the last rows of each layer, position p in slot p mod R
-    draft_window [M, B, R, d]       the same for the draft blocks, fed from the tapped layers
-    main_kv      r<ratio>: [S, B, N, d]    one entry per group of `ratio` tokens, for each KV source of that ratio
-    index_key    r<ratio>: [S, B, N, di]
-    tail         r<ratio>: values, gates [S, B, R', d] float32: raw compressor rows of the last tokens (ratio > 1)
+    window        ring of the last rows of each layer [L, B, R, d]; see `rings`
+    draft_window  the same for the draft blocks, fed from the tapped layers
+    main_kv       r<ratio>: pool of pages, an entry per group of `ratio` tokens and KV source of that ratio; see `pages`
+    index_key     r<ratio>: pool of pages
+    tail_values, tail_gates   r<ratio>: float32 [S, B, R', d], raw compressor rows of the last tokens (ratio > 1)
+    page_table    int32 [B, P]: the pages that hold a row's tokens 0..127, 128..255, ...
+    encoder_floor, decoder_floor   int32 [B]: window rows of earlier positions do not exist in those layers
 
-Going back to a shorter length needs no copying: rings are larger than the window by `MAX_REWIND` rows, and everything
-else past the length is not visible and will be written again. The values stored here are quantised where the numerics
-quantise, in the activation dtype.
+Rings, tails and floors belong to a row; pages belong to whichever rows name them. Going back to a shorter length needs
+no copying: rings are larger than the window by `MAX_REWIND` rows, and everything else past the length is not visible
+and will be written again.
+
+How the values are stored is a property of the numerics: `released` packs them (FP4 entries, FP8 rows), the others keep
+plain rows in the activation dtype.
 """
 
 import dataclasses
-from typing import Any
+import functools
+import math
 
 import flax.struct
 import jax
@@ -21,12 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsv41_jax.blocks import Params
-from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import source_ratios, sources_of_ratio
-from dsv41_jax.numerics import Numerics
-from dsv41_jax.rope import angles, layer_frequencies
+from dsv41_jax.numerics import RELEASED, Numerics
+from dsv41_jax.pages import PAGE_TOKENS, PageLayout, Pool
+from dsv41_jax.rings import Ring, abstract_ring
 
 MAX_REWIND = 16
 
@@ -35,12 +39,15 @@ MAX_REWIND = 16
 class CacheArrays:
     """The device side of a cache; shapes in the module docstring."""
 
-    window: Array
-    draft_window: Array
-    main_kv: dict[str, Array]
-    index_key: dict[str, Array]
+    window: Ring
+    draft_window: Ring
+    main_kv: dict[str, Pool]
+    index_key: dict[str, Pool]
     tail_values: dict[str, Array]
     tail_gates: dict[str, Array]
+    page_table: Array
+    encoder_floor: Array
+    decoder_floor: Array
 
 
 def ring_size(config: ModelConfig) -> int:
@@ -48,140 +55,115 @@ def ring_size(config: ModelConfig) -> int:
     return config.sliding_window + MAX_REWIND
 
 
-def abstract_arrays(config: ModelConfig, numerics: Numerics, batch: int, max_len: int) -> CacheArrays:
-    """Shapes and dtypes of the arrays for `batch` sequences of at most `max_len` tokens."""
-    ring, d, dtype = ring_size(config), config.head_dim, numerics.dtype
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return max(1, -(-tokens // PAGE_TOKENS))
 
-    def spec(*shape: int, dtype=dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
 
-    ratios = {r: len(sources_of_ratio(config, r)) for r in source_ratios(config)}
-    tails = {f"r{r}": spec(s, batch, r - 1 + MAX_REWIND, d, dtype=jnp.float32) for r, s in ratios.items() if r > 1}
+def abstract_arrays(
+    config: ModelConfig, numerics: Numerics, batch: int, max_len: int, pages: int | None = None
+) -> CacheArrays:
+    """Shapes and dtypes of the arrays for `batch` sequences of at most `max_len` tokens.
+
+    Args:
+        pages: pages of the pools; default: enough for every row to own its pages.
+    """
+    per_row = pages_for(max_len)
+    pages = batch * per_row if pages is None else pages
+    ring = functools.partial(abstract_ring, numerics, batch=batch, size=ring_size(config), dim=config.head_dim)
+    layouts = {r: PageLayout.of(config, numerics, r) for r in source_ratios(config)}
+    sources = {r: len(sources_of_ratio(config, r)) for r in layouts}
+    tails = {
+        f"r{r}": jax.ShapeDtypeStruct((sources[r], batch, r - 1 + MAX_REWIND, config.head_dim), jnp.float32)
+        for r in layouts
+        if r > 1
+    }
+    floor = jax.ShapeDtypeStruct((batch,), jnp.int32)
     return CacheArrays(
-        window=spec(config.num_hidden_layers, batch, ring, d),
-        draft_window=spec(config.n_draft, batch, ring, d),
-        main_kv={f"r{r}": spec(s, batch, max(1, max_len // r), d) for r, s in ratios.items()},
-        index_key={f"r{r}": spec(s, batch, max(1, max_len // r), config.index_head_dim) for r, s in ratios.items()},
+        window=ring(config.num_hidden_layers),
+        draft_window=ring(config.n_draft),
+        main_kv={f"r{r}": layout.abstract_main(sources[r], pages) for r, layout in layouts.items()},
+        index_key={f"r{r}": layout.abstract_index(sources[r], pages) for r, layout in layouts.items()},
         tail_values=tails,
         tail_gates=tails,
+        page_table=jax.ShapeDtypeStruct((batch, per_row), jnp.int32),
+        encoder_floor=floor,
+        decoder_floor=floor,
     )
 
 
-def zero_arrays(config: ModelConfig, numerics: Numerics, batch: int, max_len: int) -> CacheArrays:
-    """An empty cache. Every leaf is its own buffer: caches are donated."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), abstract_arrays(config, numerics, batch, max_len))
+def zero_arrays(
+    config: ModelConfig, numerics: Numerics, batch: int, max_len: int, pages: int | None = None
+) -> CacheArrays:
+    """An empty cache in which row b owns pages b * P .. (b + 1) * P - 1. Every leaf is its own buffer: caches are
+    donated.
 
-
-def ring_positions(end: Array, size: int) -> Array:
-    """Position held by each slot of a ring after `end` tokens: int32 [B, size], negative for a slot not written yet."""
-    last = end[:, None] - 1
-    return last - (last - jnp.arange(size)) % size
-
-
-def ring_write(ring: Array, lead: Any, rows: Array, start: Array, n_valid: Array) -> Array:
-    """Write the last min(n_valid, size) valid rows into ring[lead] ([B, size, d]).
-
-    Args:
-        rows: [B, t, d], row i belongs to position start + i; rows past n_valid are padding and write nothing.
+    With `pages` given, rows own no page yet (all tables name page 0): set `page_table`.
     """
-    b, t, _ = rows.shape
-    size = ring.shape[-2]
-    i = jnp.arange(t)
-    keep = (i < n_valid[:, None]) & (i >= n_valid[:, None] - size)
-    slot = jnp.where(keep, (start[:, None] + i) % size, size)
-    return ring.at[lead, jnp.arange(b)[:, None], slot].set(rows.astype(ring.dtype), mode="drop")
+    specs = abstract_arrays(config, numerics, batch, max_len, pages)
+    arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs)
+    if pages is not None:
+        return arrays
+    return arrays.replace(page_table=jnp.arange(arrays.page_table.size, dtype=jnp.int32).reshape(batch, -1))
 
 
-class CachedBlock:
-    """A block of t tokens per row, against the cache (a `blocks.KeyStore` whose state is `CacheArrays`)."""
+def sharded_arrays(
+    config: ModelConfig, numerics: Numerics, batch: int, max_len: int, shardings: CacheArrays, pages: int | None = None
+) -> CacheArrays:
+    """`zero_arrays` made in place under `shardings`, a `CacheArrays` of `jax.sharding.Sharding`."""
+    make = functools.partial(zero_arrays, config, numerics, batch, max_len, pages)
+    return jax.jit(make, out_shardings=shardings)()
 
-    def __init__(self, config: ModelConfig, start: Array, n_valid: Array, t: int, arrays: CacheArrays):
-        self.config, self.start, self.n_valid, self.t = config, start, n_valid, t
-        self.positions = start[:, None] + jnp.arange(t)
-        self.entries = {r: arrays.main_kv[f"r{r}"].shape[2] for r in source_ratios(config)}
-        # Made here, not at first use: the layer loop may first ask inside a scan, whose values must not outlive it.
-        self._angles = {kind: angles(self.positions, layer_frequencies(config, kind)) for kind in (False, True)}
-        window = config.sliding_window
-        held = ring_positions(start, arrays.window.shape[-2])[:, None, :]
-        query = self.positions[:, :, None]
-        i = jnp.arange(t)
-        own = (i[None, :] <= i[:, None]) & (i[:, None] - i[None, :] < window)
-        self.window_mask = jnp.concatenate(
-            [(held >= 0) & (query - held < window), jnp.broadcast_to(own, (start.shape[0], t, t))], axis=-1
+
+def global_bytes_per_token(config: ModelConfig, numerics: Numerics = RELEASED) -> float:
+    """Bytes of main KV and index keys that one more token costs, over all KV sources (released model: 890).
+
+    Counted from abstract arrays, as the difference of two cache lengths.
+    """
+    short, long = 64 * PAGE_TOKENS, 128 * PAGE_TOKENS
+
+    def size(max_len: int) -> int:
+        arrays = abstract_arrays(config, numerics, 1, max_len)
+        return _nbytes((arrays.main_kv, arrays.index_key))
+
+    return (size(long) - size(short)) / (long - short)
+
+
+def window_bytes(config: ModelConfig, numerics: Numerics = RELEASED) -> int:
+    """Bytes of a sequence's rings (draft windows too) and compressor tails, whatever its length."""
+    arrays = abstract_arrays(config, numerics, 1, PAGE_TOKENS)
+    return _nbytes((arrays.window, arrays.draft_window, arrays.tail_values, arrays.tail_gates))
+
+
+def _nbytes(tree: object) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+_ROW_STATE = ("window", "draft_window", "tail_values", "tail_gates")  # batch axis 1
+_ROW_NUMBERS = ("page_table", "encoder_floor", "decoder_floor")  # batch axis 0
+
+
+def take_row(arrays: CacheArrays, row: Array) -> CacheArrays:
+    """The cache of one row (int32 scalar): its own state, and all pages."""
+
+    def pick(name: str, axis: int):
+        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1, axis), getattr(arrays, name))
+
+    return arrays.replace(
+        **{name: pick(name, 1) for name in _ROW_STATE}, **{name: pick(name, 0) for name in _ROW_NUMBERS}
+    )
+
+
+def put_row(arrays: CacheArrays, own: CacheArrays, row: Array) -> CacheArrays:
+    """The cache after `own`, from `take_row`, has moved on."""
+
+    def put(name: str, axis: int):
+        return jax.tree.map(
+            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, axis), getattr(arrays, name), getattr(own, name)
         )
 
-    def angles(self, compressed: bool) -> tuple[Array, Array]:
-        return self._angles[compressed]
-
-    def window(self, state: CacheArrays, layer: Array | int, rows: Array) -> tuple[CacheArrays, Array, Array]:
-        old = (
-            state.window[layer]
-            if isinstance(layer, int)
-            else jax.lax.dynamic_index_in_dim(state.window, layer, keepdims=False)
-        )
-        keys = jnp.concatenate([old, rows.astype(old.dtype)], axis=1)
-        ring = ring_write(state.window, layer, rows, self.start, self.n_valid)
-        return state.replace(window=ring), keys, self.window_mask
-
-    def add_entries(
-        self, state: CacheArrays, compressor: Compressor, params: Params, y: Array, slot: Array | int
-    ) -> CacheArrays:
-        ratio, name = compressor.ratio, f"r{compressor.ratio}"
-        variables = {"params": params}
-        first = self.start // ratio  # the group that holds the block's first token
-        groups = (self.t + ratio - 1) // ratio  # no more can become complete, wherever the block starts
-        number = first[:, None] + jnp.arange(groups)
-        if ratio == 1:
-            latent = compressor.apply(variables, y, method="latents")
-        else:
-            values, gates = compressor.apply(variables, y, method="project")
-            state, values = self._with_tail(state, "tail_values", name, slot, values, ratio)
-            state, gates = self._with_tail(state, "tail_gates", name, slot, gates, ratio)
-            # Row k of the joined rows belongs to position start - (ratio - 1) + k.
-            row = number[..., None] * ratio + jnp.arange(ratio) - (self.start[:, None, None] - (ratio - 1))
-            row = jnp.clip(row, 0, self.t + ratio - 2).reshape(row.shape[0], -1, 1)
-            shape = (row.shape[0], groups, ratio, values.shape[-1])
-            latent = compressor.apply(
-                variables,
-                jnp.take_along_axis(values, row, axis=1).reshape(shape),
-                jnp.take_along_axis(gates, row, axis=1).reshape(shape),
-                method="pool",
-            )
-        cos, sin = angles(number * ratio, layer_frequencies(self.config, True))
-        main_kv, index_key = compressor.apply(variables, latent, cos, sin, method="entries")
-        complete = (number + 1) * ratio <= (self.start + self.n_valid)[:, None]
-        target = jnp.where(complete, number, self.entries[ratio])
-        rows = jnp.arange(y.shape[0])[:, None]
-
-        def write(cache: dict[str, Array], new: Array) -> dict[str, Array]:
-            return {**cache, name: cache[name].at[slot, rows, target].set(new.astype(cache[name].dtype), mode="drop")}
-
-        return state.replace(main_kv=write(state.main_kv, main_kv), index_key=write(state.index_key, index_key))
-
-    def _with_tail(self, state: CacheArrays, field: str, name: str, slot, rows: Array, ratio: int):
-        """Join the ratio - 1 rows before the block to its rows, and keep the block's last rows for the next one."""
-        tails = getattr(state, field)
-        size = tails[name].shape[-2]
-        before = (self.start[:, None] - (ratio - 1) + jnp.arange(ratio - 1)) % size
-        old = tails[name][slot, jnp.arange(rows.shape[0])[:, None], before]
-        kept = ring_write(tails[name], slot, rows, self.start, self.n_valid)
-        return state.replace(**{field: {**tails, name: kept}}), jnp.concatenate([old, rows], axis=1)
-
-    def index_keys(self, state: CacheArrays, ratio: int, slot: Array | int) -> Array:
-        return state.index_key[f"r{ratio}"][slot]
-
-    def selected(self, state: CacheArrays, ratio: int, slot: Array | int, selection: Array) -> tuple[Array, Array]:
-        rows = jnp.arange(selection.shape[0])[:, None, None]
-        return state.main_kv[f"r{ratio}"][slot, rows, jnp.maximum(selection, 0)], selection >= 0
-
-    def visible(self, ratio: int) -> Array:
-        return jnp.arange(self.entries[ratio]) < ((self.positions + 1) // ratio)[..., None]
-
-    def newest_block(self, ratio: int) -> Array:
-        return ((self.positions + 1) // ratio - 1) // self.config.candidate_block_size
-
-    def entry_block(self, ratio: int) -> None:
-        return None
+    kept = {name: getattr(arrays, name) for name in _ROW_NUMBERS}
+    return own.replace(**{name: put(name, 1) for name in _ROW_STATE}, **kept)
 
 
 @dataclasses.dataclass
@@ -197,6 +179,7 @@ class Cache:
         history: int64 [B, H] compressed ids of the last tokens for the Engram hash (newest last, -1 for none), or None
             without Engram.
         max_len: tokens a row can hold.
+        numerics: name of the numerics whose stored form the arrays have.
     """
 
     arrays: CacheArrays | None
@@ -204,6 +187,7 @@ class Cache:
     written: np.ndarray
     history: np.ndarray | None
     max_len: int
+    numerics: str
 
     @property
     def max_rewind(self) -> int:
@@ -220,6 +204,10 @@ class Cache:
             raise RuntimeError("this cache was donated to an earlier call: continue with the cache that call returned")
         arrays, self.arrays = self.arrays, None
         return arrays
+
+    def pages(self, row: int) -> list[int]:
+        """Ids of the pages that hold a row's tokens so far, in order."""
+        return np.asarray(self.peek().page_table)[row, : pages_for(int(self.lengths[row]))].tolist()
 
     def peek(self) -> CacheArrays:
         """The arrays for a call that only reads them; RuntimeError when they were donated before."""
@@ -248,4 +236,4 @@ class Cache:
         if history is not None:
             column = np.arange(history.shape[1]) - (self.lengths - lengths)[:, None]
             history = np.where(column >= 0, np.take_along_axis(history, np.maximum(column, 0), axis=1), -1)
-        return Cache(self.take(), lengths, self.written, history, self.max_len)
+        return dataclasses.replace(self, arrays=self.take(), lengths=lengths, history=history)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dsv41_jax import quant
 from dsv41_jax.linear import Linear, LinearF32
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics
@@ -53,13 +52,11 @@ class Compressor(nn.Module):
         return self.norm(self.wkv(y))
 
     def entries(self, latent: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-        """Cached values of latents [..., head_dim] at the angles of their group's first position.
+        """What is cached of latents [..., head_dim], at the angles of their group's first position.
 
-        Returns main KV [..., head_dim] and index key [..., index_head_dim], rotated, then quantised (in numerics that
-        quantise).
+        Returns main KV [..., head_dim] and index key [..., index_head_dim], rotated; whoever stores them quantises
+        (`quant.q4_main`, `quant.q4_index`).
         """
         main_kv = rotate_tail(latent, cos, sin, self.numerics)
         index_key = rotate_tail(self.k_norm(self.wk(latent)), cos, sin, self.numerics)
-        if self.numerics.quantize_activations:
-            return quant.fake_q4_main(main_kv), quant.fake_q4_index(index_key)
         return main_kv, index_key

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dsv41_jax import quant
 from dsv41_jax.linear import Linear, weight_matrix
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, einsum_f32
@@ -92,9 +91,8 @@ class Attention(nn.Module):
         return qr, rotate_tail(q, cos[..., None, :], sin[..., None, :], self.numerics)
 
     def window_rows(self, y: Array, cos: Array, sin: Array) -> Array:
-        """Window KV of tokens [B, t, d]: normed, rotated, quantised to FP8 (in numerics that quantise)."""
-        kv = rotate_tail(self.kv_norm(self.wkv(y)), cos, sin, self.numerics)
-        return quant.fake_q8(kv) if self.numerics.quantize_activations else kv
+        """Window KV of tokens [B, t, d]: normed and rotated; whoever keeps it quantises (`quant.q8`)."""
+        return rotate_tail(self.kv_norm(self.wkv(y)), cos, sin, self.numerics)
 
     def attend(self, q: Array, window_kv: Array, window_mask: Array, selected_kv, selected_mask) -> Array:
         """See `attend`."""

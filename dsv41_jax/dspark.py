@@ -5,13 +5,16 @@ feeds the anchor token and noise tokens through the blocks; a low-rank Markov he
 says, left to right.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax import hyper_connections as hc
+from dsv41_jax import quant, rings
 from dsv41_jax.blocks import Params, attention_module, block
-from dsv41_jax.cache import CacheArrays, ring_positions, ring_write
+from dsv41_jax.cache import CacheArrays
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_loop import pick
 from dsv41_jax.linear import Linear
@@ -29,7 +32,7 @@ def main_input(config: ModelConfig, numerics: Numerics, params: Params, taps: di
 
 
 def window_rows(config: ModelConfig, numerics: Numerics, params: Params, m: int, x: Array, positions: Array) -> Array:
-    """Window KV [B, t, d] of draft block m from tokens' inputs x [B, t, D]."""
+    """Window KV [B, t, d] of draft block m from tokens' inputs x [B, t, D], not quantised yet."""
     cos, sin = angles(positions, layer_frequencies(config, False))
     layer = pick(params["mtp"]["layers"], m)
     return attention_module(config, numerics).apply({"params": layer["attn"]}, x, cos, sin, method="window_rows")
@@ -48,8 +51,9 @@ def seed_windows(
     x = main_input(config, numerics, params, taps)
     positions = start[:, None] + jnp.arange(x.shape[1])
 
-    def seed(ring: Array, m: Array) -> tuple[Array, None]:
-        return ring_write(ring, m, window_rows(config, numerics, params, m, x, positions), start, n_valid), None
+    def seed(ring: rings.Ring, m: Array) -> tuple[rings.Ring, None]:
+        rows = rings.stored_form(window_rows(config, numerics, params, m, x, positions), numerics)
+        return rings.write_window(ring, m, rows, start, n_valid), None
 
     ring, _ = jax.lax.scan(seed, arrays.draft_window, jnp.arange(config.n_draft))
     return arrays.replace(draft_window=ring)
@@ -61,14 +65,14 @@ def draft_hidden(
     params: Params,
     anchor: Array,
     start: Array,
-    window_kv: Array,
+    window_kv: Callable[[Array], Array],
     window_mask: Array,
 ) -> Array:
     """Hidden states of one round.
 
     Args:
         anchor: int32 [B], the token at position start [B]; noise tokens follow it.
-        window_kv: keys of earlier positions for each draft block [M, B, n, d]; window_mask bool [B, n].
+        window_kv: draft block m -> its keys of earlier positions [B, n, d]; window_mask bool [B, n].
 
     Returns:
         [B, block, D], collapsed and not normed.
@@ -94,7 +98,8 @@ def draft_hidden(
         def attention(y: Array) -> Array:
             _, q = module.apply(variables, y, cos, sin, method="queries")
             own = module.apply(variables, y, cos, sin, method="window_rows")
-            keys = jnp.concatenate([pick(window_kv, m).astype(own.dtype), own], axis=1)
+            own = quant.fake_q8(own) if numerics.quantize_activations else own
+            keys = jnp.concatenate([window_kv(m).astype(own.dtype), own], axis=1)
             o = module.apply(variables, q, keys, mask, None, None, method="attend")
             return module.apply(variables, o, cos, sin, method="output")
 
@@ -142,10 +147,14 @@ def draft(
     Returns:
         tokens int32 [B, block + 1] (the anchor first), logits float32 [B, block, V], raw confidence float32 [B, block].
     """
-    ring = arrays.draft_window
-    held = ring_positions(start, ring.shape[-2])
-    window_mask = (held >= 0) & (held >= start[:, None] - config.sliding_window)
-    hidden = draft_hidden(config, numerics, params, anchor, start, ring, window_mask)
+    width = config.sliding_window
+    position = start[:, None] - width + jnp.arange(width)
+    window_mask = position >= jnp.maximum(arrays.decoder_floor, 0)[:, None]
+
+    def window_kv(m: Array) -> Array:
+        return rings.window_before(arrays.draft_window, m, start, width, numerics)
+
+    hidden = draft_hidden(config, numerics, params, anchor, start, window_kv, window_mask)
     base = base_logits(config, numerics, params, hidden)
 
     def propose(previous: Array, i: Array) -> tuple[Array, tuple[Array, Array, Array]]:

@@ -19,6 +19,7 @@ class Run:
     mode: Mode
     ratio: int
     pool: str | None
+    decoder: bool
     engram: bool
     tapped: bool
     offset: int
@@ -60,10 +61,10 @@ def source_ratios(config: ModelConfig) -> tuple[int, ...]:
 def _runs(shares: list[LayerShare]) -> tuple[Run, ...]:
     runs: list[Run] = []
     for offset, share in enumerate(shares):
-        kind = (share.mode, share.ratio, share.pool, share.engram, share.tapped)
+        kind = (share.mode, share.ratio, share.pool, share.side == "decoder", share.engram, share.tapped)
         plain = not share.engram and share.mode in (Mode.WINDOW, Mode.REUSE)
         last = runs[-1] if runs else None
-        if plain and last and kind == (last.mode, last.ratio, last.pool, last.engram, last.tapped):
+        if plain and last and kind == (last.mode, last.ratio, last.pool, last.decoder, last.engram, last.tapped):
             runs[-1] = dataclasses.replace(last, count=last.count + 1)
         else:
             runs.append(Run(*kind, offset=offset, count=1))

@@ -9,12 +9,13 @@ from jax import Array
 
 from dsv41_jax import dspark
 from dsv41_jax import hyper_connections as hc
-from dsv41_jax.blocks import Params
-from dsv41_jax.cache import CacheArrays, CachedBlock
+from dsv41_jax.blocks import Params, compressor_module
+from dsv41_jax.cache import CacheArrays
+from dsv41_jax.cached_block import TEMPORARY_BYTES, CachedBlock
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import gather_rows
-from dsv41_jax.layer_loop import LayerLoop, unstack
-from dsv41_jax.layer_plan import layer_plan
+from dsv41_jax.layer_loop import LayerLoop, pick, unstack
+from dsv41_jax.layer_plan import layer_plan, sources_of_ratio
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, project_rows
 from dsv41_jax.packed import PackedSamples
@@ -42,17 +43,33 @@ def engram_rows(params: Params, numerics: Numerics, memory: dict[str, Array]) ->
     return {name: rows(name, value) for name, value in memory.items()}
 
 
-def backbone(config: ModelConfig, numerics: Numerics, loop: LayerLoop, embedded: Array, state, pool: Array | None):
-    """All layers: embedded [B, t, D] -> last hidden state [B, t, D] (not normed) and the key store's state."""
+def encode(config: ModelConfig, loop: LayerLoop, embedded: Array, state, pool: Array | None):
+    """Encoder layers: embedded [B, t, D] -> streams [B, t, C, D], collapse weights, key store state and pool."""
     streams = (*embedded.shape[:2], config.hc_mult, config.hidden_size)
     x = jnp.broadcast_to(embedded[:, :, None], streams)
     pre = hc.identity_mix(embedded.shape[:2], config.hc_mult)
-    plan = layer_plan(config)
-    encoder = tuple(s for s in plan if s.first < config.decoder_start)
-    decoder = plan[len(encoder) :]
-    x, pre, state, pool = loop(encoder, x, pre, state, pool)
-    x, pre, state, pool = loop(decoder, x, pre, state, pool)  # the last KV source, and everything that reads it
+    encoder = tuple(s for s in layer_plan(config) if s.first < config.decoder_start)
+    return loop(encoder, x, pre, state, pool)
+
+
+def backbone(config: ModelConfig, numerics: Numerics, loop: LayerLoop, embedded: Array, state, pool: Array | None):
+    """All layers: embedded [B, t, D] -> last hidden state [B, t, D] (not normed) and the key store's state."""
+    decoder = tuple(s for s in layer_plan(config) if s.first >= config.decoder_start)
+    x, pre, state, pool = loop(decoder, *encode(config, loop, embedded, state, pool))
     return hc.collapse(x, pre, numerics), state
+
+
+def hand_over(config: ModelConfig, numerics: Numerics, params: Params, keys: CachedBlock, x: Array, pre: Array, state):
+    """What the decoder will read of tokens it does not run on: the last source's main KV and index keys, made from the
+    encoder's streams x [B, t, C, D] and the mix of its last FFN. Returns the key store's state.
+    """
+    layer = config.decoder_start
+    ratio = config.compress_ratios[layer]
+    slot = sources_of_ratio(config, ratio).index(layer)
+    norm = RMSNorm(config.rms_norm_eps, numerics)
+    y = norm.apply({"params": pick(params["layers"], layer)["attn_norm"]}, hc.collapse(x, pre, numerics))
+    source = pick(params["compressors"][f"r{ratio}"], slot)
+    return keys.add_entries(state, compressor_module(config, numerics, ratio), source, y, slot)
 
 
 def head(config: ModelConfig, numerics: Numerics, params: Params, hidden: Array) -> Array:
@@ -61,10 +78,12 @@ def head(config: ModelConfig, numerics: Numerics, params: Params, hidden: Array)
     return project_rows(h, params["head"]["weight"].astype(numerics.dtype))
 
 
-def initial_pool(config: ModelConfig, batch: int, t: int, blocks: int) -> Array | None:
+def initial_pool(config: ModelConfig, batch: int, t: int, keys: CachedBlock) -> Array | None:
     """An empty candidate pool of the shape its builder returns; None without a candidate source."""
-    if config.candidate_source_layer_id is None:
+    source = config.candidate_source_layer_id
+    if source is None:
         return None
+    blocks = -(-keys.entries[config.compress_ratios[source]] // config.candidate_block_size)
     return jnp.full((batch, t, min(config.candidate_topk_blocks, blocks)), -1, jnp.int32)
 
 
@@ -79,9 +98,12 @@ def extend(
     memory: dict[str, Array],
     image_mask: Array | None = None,
     image_embeds: Array | None = None,
+    write_floor: Array | None = None,
+    layers: str = "all",
     all_logits: bool = False,
+    temporary_bytes: int = TEMPORARY_BYTES,
     record: dict | None = None,
-) -> tuple[Array, CacheArrays]:
+) -> tuple[Array | None, CacheArrays]:
     """Run a block of tokens of each row against the cache, and add them to it.
 
     Args:
@@ -90,20 +112,26 @@ def extend(
         start, n_valid: int32 [B].
         memory: Engram input by layer name, [B, t, columns] row numbers or [B, t, columns, width] rows.
         image_mask: bool [B, t], image positions, with image_embeds [B, t, D]; None for text.
+        write_floor: int32 [B]; global entries wholly before it are read and never written (default: 0). The floors of
+            the windows are part of the cache.
+        layers: "all", or "encoder": the encoder and the hand-over to the decoder, without logits.
         all_logits: logits of every token instead of each row's last valid one.
+        temporary_bytes: see `CachedBlock`.
         record: a dict that receives per-layer values; the layer loop is unrolled then.
 
     Returns:
-        logits float32 [B, V] or [B, t, V], and the cache.
+        logits float32 [B, V] or [B, t, V] (None for the encoder), and the cache.
     """
     b, t = token_ids.shape
-    keys = CachedBlock(config, start, n_valid, t, arrays)
+    keys = CachedBlock(config, numerics, start, n_valid, t, arrays, write_floor, temporary_bytes)
     rows = engram_rows(params, numerics, memory)
     loop = LayerLoop(config, numerics, params, keys, rows, image_mask, rolled=record is None, record=record)
-    source = config.candidate_source_layer_id
-    blocks = 0 if source is None else -(-keys.entries[config.compress_ratios[source]] // config.candidate_block_size)
     embedded = embed(params, numerics, token_ids, image_mask, image_embeds)
-    hidden, arrays = backbone(config, numerics, loop, embedded, arrays, initial_pool(config, b, t, blocks))
+    pool = initial_pool(config, b, t, keys)
+    if layers == "encoder":
+        x, pre, arrays, _ = encode(config, loop, embedded, arrays, pool)
+        return None, hand_over(config, numerics, params, keys, x, pre, arrays)
+    hidden, arrays = backbone(config, numerics, loop, embedded, arrays, pool)
     if config.n_draft:
         arrays = dspark.seed_windows(config, numerics, params, arrays, loop.taps, start, n_valid)
     if not all_logits:
@@ -131,7 +159,7 @@ def forward(
     """
     b, t = token_ids.shape
     unstacked = {**params, "layers": unstack(params["layers"])}
-    keys = PackedSamples(config, segment_ids, b, t)
+    keys = PackedSamples(config, numerics, segment_ids, b, t)
     record: dict[int, dict[str, Array]] = {}
     rows = engram_rows(params, numerics, memory)
     loop = LayerLoop(config, numerics, unstacked, keys, rows, None, rolled=False, record=record)

@@ -4,16 +4,20 @@ Windows, compression groups, candidate blocks and selection restart at every sam
 evaluation.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dsv41_jax.blocks import Params
+from dsv41_jax import quant
+from dsv41_jax.blocks import Params, select_entries
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.layer_plan import source_ratios
+from dsv41_jax.indexer import index_scores
+from dsv41_jax.layer_plan import Run, source_ratios
+from dsv41_jax.numerics import Numerics
 from dsv41_jax.rope import angles, layer_frequencies
 
 
@@ -59,8 +63,8 @@ class PackedSamples:
     """A row of packed samples as its own key store; `state` is a dict filled by the KV sources (use an unrolled layer
     loop)."""
 
-    def __init__(self, config: ModelConfig, segment_ids: Array | None, batch: int, length: int):
-        self.config = config
+    def __init__(self, config: ModelConfig, numerics: Numerics, segment_ids: Array | None, batch: int, length: int):
+        self.config, self.numerics = config, numerics
         self.packed = segment_ids is not None
         if segment_ids is None:
             segment_ids = jnp.zeros((batch, length), jnp.int32)
@@ -82,8 +86,9 @@ class PackedSamples:
             self._angles[compressed] = angles(self.positions, layer_frequencies(self.config, compressed))
         return self._angles[compressed]
 
-    def window(self, state: Any, layer: int, rows: Array) -> tuple[Any, Array, Array]:
-        return state, rows, self.window_mask
+    def window(self, state: Any, run: Run, layer: int, rows: Array) -> tuple[Any, Array]:
+        """See `blocks.KeyStore`."""
+        return state, quant.fake_q8(rows) if self.numerics.quantize_activations else rows
 
     def add_entries(self, state: dict, compressor: Compressor, params: Params, y: Array, slot: int) -> dict:
         ratio = compressor.ratio
@@ -101,13 +106,36 @@ class PackedSamples:
 
             latent = compressor.apply(variables, groups(values), groups(gates), method="pool")
         cos, sin = angles(entries.number * ratio, layer_frequencies(self.config, True))
-        return {**state, (ratio, slot): compressor.apply(variables, latent, cos, sin, method="entries")}
+        main_kv, index_key = compressor.apply(variables, latent, cos, sin, method="entries")
+        if self.numerics.quantize_activations:
+            main_kv, index_key = quant.fake_q4_main(main_kv), quant.fake_q4_index(index_key)
+        return {**state, (ratio, slot): (main_kv, index_key)}
 
-    def index_keys(self, state: dict, ratio: int, slot: int) -> Array:
-        return state[ratio, slot][1]
+    def select(
+        self, state: dict, run: Run, slot: int, queries: Array, weights: Array, pool: Array | None
+    ) -> tuple[Array, Array | None]:
+        """See `blocks.KeyStore`."""
+        entries = self.entries[run.ratio]
+        keys = jax.lax.stop_gradient(state[run.ratio, slot][1])
+        scores = index_scores(queries, weights, keys, self.numerics)
+        newest = entries.newest_block if run.pool == "builds" else None
+        block = entries.block if self.packed and run.pool else None
+        return select_entries(self.config, run, scores, entries.visible, newest, block, pool)
 
-    def selected(self, state: dict, ratio: int, slot: int, selection: Array) -> tuple[Array, Array]:
-        main_kv = state[ratio, slot][0]
+    def attend(
+        self,
+        state: dict,
+        run: Run,
+        slot: int,
+        q: Array,
+        window: Array,
+        selection: Array | None,
+        attend: Callable[..., Array],
+    ) -> Array:
+        """See `blocks.KeyStore`."""
+        if selection is None:
+            return attend(q, window, self.window_mask, None, None)
+        main_kv = state[run.ratio, slot][0]
         b, t, _ = selection.shape
         n = main_kv.shape[1]
         # A mask over all entries: samples are short, and the gradient needs no scatter.
@@ -116,13 +144,4 @@ class PackedSamples:
             .at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], jnp.where(selection < 0, n, selection)]
             .set(True, mode="drop")
         )
-        return main_kv, mask
-
-    def visible(self, ratio: int) -> Array:
-        return self.entries[ratio].visible
-
-    def newest_block(self, ratio: int) -> Array:
-        return self.entries[ratio].newest_block
-
-    def entry_block(self, ratio: int) -> Array | None:
-        return self.entries[ratio].block if self.packed else None
+        return attend(q, window, self.window_mask, main_kv, mask)

@@ -31,7 +31,10 @@ def fast_steps() -> dict[str, Callable]:
     """The jitted steps of `dsv41_jax.runner` by name, compiled that way; made once, so that tests share programs."""
     static = ("config", "numerics")
     step = jax.jit(
-        _STEP, static_argnames=(*static, "all_logits"), donate_argnames=("arrays",), compiler_options=fast_compile()
+        _STEP,
+        static_argnames=(*static, "layers", "all_logits"),
+        donate_argnames=("arrays",),
+        compiler_options=fast_compile(),
     )
     return {"_extend": step, "_draft": jax.jit(_DRAFT, static_argnames=static, compiler_options=fast_compile())}
 

@@ -7,8 +7,9 @@ predicts tokens a+1 .. a+block. The Markov head gets the true token before each 
 import jax.numpy as jnp
 from jax import Array
 
-from dsv41_jax import dspark
+from dsv41_jax import dspark, quant
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.layer_loop import pick
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.packed import sample_positions
 
@@ -48,13 +49,14 @@ class DraftRounds:
         # A place before the row is before the sample too, since the sample's first token has position 0.
         mask = self.start[:, None] - width + jnp.arange(width) >= 0
         inputs = dspark.main_input(config, numerics, params, taps)
-        windows = jnp.stack(
-            [
-                self.take(dspark.window_rows(config, numerics, params, m, inputs, self.positions), back)
-                for m in range(config.n_draft)
-            ]
-        )
-        hidden = dspark.draft_hidden(config, numerics, params, self.previous[:, 0], self.start, windows, mask)
+
+        def window(m: Array) -> Array:
+            rows = dspark.window_rows(config, numerics, params, m, inputs, self.positions)
+            return self.take(quant.fake_q8(rows) if numerics.quantize_activations else rows, back)
+
+        windows = jnp.stack([window(m) for m in range(config.n_draft)])
+        first = self.previous[:, 0]
+        hidden = dspark.draft_hidden(config, numerics, params, first, self.start, lambda m: pick(windows, m), mask)
         embedding, bias = dspark.markov(numerics, params, self.previous)
         logits = dspark.base_logits(config, numerics, params, hidden) + bias
         return logits, dspark.confidence(params, hidden, embedding)

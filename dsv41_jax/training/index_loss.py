@@ -48,7 +48,7 @@ def index_loss(
         name: {**frozen["compressors"][name], **{leaf: source[leaf] for leaf in INDEX_KEY_LEAVES}}
         for name, source in params["compressors"].items()
     }
-    keys = PackedSamples(config, segment_ids, *segment_ids.shape)
+    keys = PackedSamples(config, numerics, segment_ids, *segment_ids.shape)
     state: dict = {}
     total = jnp.float32(0)
     for share in layer_map(config)[: config.num_hidden_layers]:
@@ -67,5 +67,5 @@ def index_loss(
         main_kv, index_keys = state[share.ratio, slot]
         logits = einsum_f32("bthd,bnd->bthn", q, jax.lax.stop_gradient(main_kv)) * jnp.float32(config.head_dim**-0.5)
         scores = index_scores(queries, weights, index_keys, numerics)
-        total = total + attention_kl(logits, scores, keys.visible(share.ratio))
+        total = total + attention_kl(logits, scores, keys.entries[share.ratio].visible)
     return total

@@ -1,0 +1,259 @@
+"""The phases of reading a prompt: exact prefill, encoder-only prefill (CED), and replay after a prefix that is cached.
+
+The decoder is every layer from the last KV source on. With a window of W tokens and a prompt of n:
+
+    exact   all layers on all tokens
+    ced     the encoder and the hand-over (the last source's entries) on [0, n - W), all layers on [n - W, n); the
+            decoder's windows begin at n - W. A prompt of at most W tokens is exact
+    resume  after h > W tokens whose pages are kept: as ced, from h - W on. The encoder's windows begin there, and
+            entries wholly before h are read, never written
+
+Decode and verify are `Runner.extend` with one token, or several. Any split into blocks gives the same state.
+Source: report 3.2.2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dsv41_jax.cache import Cache, CacheArrays, pages_for
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.image_input import ImageInput, prompt_token_types
+from dsv41_jax.image_plan import TokenType
+from dsv41_jax.layer_plan import source_ratios
+from dsv41_jax.numerics import Numerics
+from dsv41_jax.pages import PAGE_TOKENS, PageLayout
+from dsv41_jax.runner import Runner
+from dsv41_jax.vision import merge_images
+
+PREFILL_MODES = ("ced", "exact")
+
+
+def check_mode(mode: str, config: ModelConfig) -> None:
+    """ValueError for an unknown prefill mode, or for "ced" with a layer map that has no such split."""
+    if mode not in PREFILL_MODES:
+        raise ValueError(f"prefill mode {mode!r} is unknown; choose one of {', '.join(PREFILL_MODES)}")
+    if mode == "ced" and not config.supports_ced:
+        raise ValueError(
+            "this model has no encoder-only prefill: it needs a KV source and no Engram layer from the last one on; "
+            'use the mode "exact"'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a prompt is read: tokens [begin, split) through the encoder, [split, end) through all layers."""
+
+    begin: int
+    split: int
+    end: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, mode: str, n: int, hit: int = 0) -> "Reading":
+        """The reading of a prompt of n tokens of which `hit` have their pages."""
+        begin = max(hit - config.sliding_window, 0)
+        return cls(begin, max(begin, n - config.sliding_window) if mode == "ced" else begin, n)
+
+    def blocks(self, size: int) -> Iterator[tuple[str, int, int]]:
+        """(layers, first, stop) of at most `size` tokens each."""
+        for layers, first, stop in (("encoder", self.begin, self.split), ("all", self.split, self.end)):
+            for at in range(first, stop, size):
+                yield layers, at, min(at + size, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One row's prompt on the host: ids int32 [n]; image positions bool [n] and embeddings [n, D], or None for text."""
+
+    ids: np.ndarray
+    image_mask: np.ndarray | None = None
+    image_embeds: np.ndarray | None = None
+
+
+def prompts_of(
+    runner: Runner, token_ids: np.ndarray, lengths: np.ndarray, images: Sequence[Sequence[ImageInput]]
+) -> list[Prompt]:
+    """Rows of token_ids [B, T] with the images' embeddings made."""
+    if not any(images):
+        return [Prompt(ids[:n]) for ids, n in zip(token_ids, lengths, strict=True)]
+    mask = prompt_token_types(images, token_ids.shape[1], runner.config) != TokenType.TEXT
+    zeros = jnp.zeros((*token_ids.shape, runner.config.hidden_size), runner.numerics.dtype)
+    embeds = np.asarray(merge_images(runner.params, zeros, images, runner.config, runner.numerics))
+    return [Prompt(*(x[:n] for x in row)) for *row, n in zip(token_ids, mask, embeds, lengths, strict=True)]
+
+
+def read_row(
+    runner: Runner, cache: Cache, row: int, prompt: Prompt, reading: Reading, write_floor: int, all_logits: bool
+) -> tuple[Array, CacheArrays]:
+    """Read one row's prompt into the cache's arrays (they are spent), block by block.
+
+    Returns:
+        logits [1, V] of the last token, or [tokens read by all layers, V]; and the arrays.
+    """
+    arrays, size = cache.take(), runner.prefill_block
+    rows = None
+    if runner.hasher is not None:
+        mask = None if prompt.image_mask is None else prompt.image_mask[None]
+        rows = runner.hasher(prompt.ids[None], mask)[0]
+    pieces = []
+    for layers, first, stop in reading.blocks(size):
+
+        def padded(x: np.ndarray | None, axis: int = 0, fill: int = 0, first: int = first, stop: int = stop):
+            if x is None:
+                return None
+            part = np.moveaxis(np.moveaxis(x, axis, 0)[first:stop], 0, axis)
+            pad = [(0, size - (stop - first)) if i == axis else (0, 0) for i in range(x.ndim)]
+            return np.pad(part, pad, constant_values=fill)
+
+        logits, arrays = runner.step(
+            arrays,
+            padded(prompt.ids, fill=runner.config.pad_token_id)[None],
+            np.array([first]),
+            np.array([stop - first]),
+            runner.engram_input(padded(rows, axis=2)),
+            *(None if x is None else padded(x)[None] for x in (prompt.image_mask, prompt.image_embeds)),
+            row=row,
+            write_floor=np.array([write_floor]),
+            layers=layers,
+            all_logits=all_logits,
+        )
+        if layers == "all":
+            pieces.append(np.asarray(logits)[0, : stop - first] if all_logits else logits)
+    return (np.concatenate(pieces) if all_logits else pieces[-1]), arrays
+
+
+def prefill(
+    runner: Runner,
+    token_ids: np.ndarray,
+    lengths: np.ndarray,
+    images: Sequence[Sequence[ImageInput]],
+    max_len: int,
+    mode: str,
+    all_logits: bool,
+) -> tuple[Array, Cache]:
+    """Read prompts into a new cache, row by row.
+
+    Returns:
+        logits float32 [B, V] at each row's last token, or [B, T, V] (NaN where there are none: past a row's length, and
+        in "ced" mode at tokens that only the encoder has seen); and the cache.
+    """
+    config, (batch, longest) = runner.config, token_ids.shape
+    cache = runner.new_cache(batch, max_len)
+    readings = [Reading.of(config, mode, int(n)) for n in lengths]
+    floors = jnp.asarray(np.array([r.split for r in readings], np.int32))
+    cache.arrays = cache.arrays.replace(decoder_floor=floors)
+    last = []
+    everything = np.full((batch, longest, config.vocab_size), np.nan, np.float32) if all_logits else None
+    history = cache.history
+    for row, (prompt, reading) in enumerate(zip(prompts_of(runner, token_ids, lengths, images), readings, strict=True)):
+        logits, cache.arrays = read_row(runner, cache, row, prompt, reading, 0, all_logits)
+        if all_logits:
+            everything[row, reading.split : reading.end] = logits
+        else:
+            last.append(logits)
+        if history is not None:
+            history[row] = history_after(runner, prompt)
+    lengths = np.asarray(lengths, np.int32)
+    cache = dataclasses.replace(cache, lengths=lengths, written=lengths)
+    if all_logits:
+        return jnp.asarray(everything), cache
+    return (last[0] if batch == 1 else jnp.concatenate(last)), cache
+
+
+def history_after(runner: Runner, prompt: Prompt) -> np.ndarray:
+    """Compressed ids int64 [H] of a prompt's last tokens, for the n-grams that come after it."""
+    empty = runner.empty_history(1)
+    mask = None if prompt.image_mask is None else prompt.image_mask[None]
+    joined = np.concatenate([empty, runner.hasher.compress(prompt.ids[None], mask)], axis=1)
+    return joined[0, -empty.shape[1] :]
+
+
+def resume(
+    runner: Runner,
+    cache: Cache,
+    row: int,
+    prefix_pages: Sequence[int],
+    hit: int,
+    token_ids: np.ndarray,
+    images: Sequence[ImageInput] = (),
+    own_pages: Sequence[int] | None = None,
+    all_logits: bool = False,
+) -> tuple[Array, Cache]:
+    """Start a row of the cache anew with a prompt whose first `hit` tokens have their pages: encoder replay, then the
+    rest.
+
+    Pages wholly inside the prefix are shared and stay as they are, bit for bit; one that the prefix fills in part is
+    copied first. Windows, pending compressor rows and the id history of the prefix are made again from the last W
+    tokens before `hit`, approximately for the windows (by design of the model), exactly for the rest.
+
+    Args:
+        cache: spent. row: the row that is overwritten.
+        prefix_pages: page ids of tokens 0 .. hit - 1: ceil(hit / 128) of them.
+        token_ids: int32 [n], the whole prompt, prefix included; n > hit. images: those of the prompt.
+        own_pages: pages for the rest, in order; default: the row's own pages that the prefix does not name.
+
+    Returns:
+        logits float32 [1, V] at the last token (or [W, V] of the tokens that all layers saw), and the cache.
+
+    Raises:
+        ValueError: a hit of at most W tokens or not shorter than the prompt, too few pages, or a page named twice.
+    """
+    config, n = runner.config, len(token_ids)
+    check_mode("ced", config)
+    width = config.sliding_window
+    if not width < hit < n:
+        raise ValueError(
+            f"hit={hit}: a prefix is adopted when it is longer than the window of {width} and shorter than the prompt "
+            f"of {n} tokens"
+        )
+    if not 0 <= row < len(cache.lengths):
+        raise ValueError(f"row={row}: the cache has {len(cache.lengths)} rows")
+    if n > cache.max_len:
+        raise ValueError(f"a prompt of {n} tokens does not fit the cache: it holds max_len={cache.max_len} a row")
+    prefix, shared = [int(p) for p in prefix_pages], hit // PAGE_TOKENS
+    if len(prefix) != pages_for(hit):
+        raise ValueError(f"a prefix of {hit} tokens has {pages_for(hit)} pages, {len(prefix)} are given")
+    tables = np.array(cache.peek().page_table)
+    per_row = tables.shape[1]
+    if own_pages is None:
+        others = set(np.delete(tables, row, axis=0).ravel().tolist())
+        own_pages = [p for p in tables[row].tolist() if p not in others | set(prefix)]
+    own = [int(p) for p in own_pages][: per_row - shared]
+    if len(own) < pages_for(n) - shared or set(own) & set(prefix) or len(set(own)) < len(own):
+        raise ValueError(
+            f"{pages_for(n) - shared} pages that are not the prefix's are needed for the rest of the prompt, got {own}"
+        )
+    table = (prefix[:shared] + own + [own[-1]] * per_row)[:per_row]
+    [prompt] = prompts_of(runner, np.asarray(token_ids)[None], np.array([n]), [list(images)])
+    reading = Reading.of(config, "ced", n, hit)
+    tables[row] = table
+    floors = [np.array(x) for x in (cache.arrays.encoder_floor, cache.arrays.decoder_floor)]
+    floors[0][row], floors[1][row] = reading.begin, reading.split
+    arrays = cache.take()
+    if hit % PAGE_TOKENS:
+        arrays = _copy_page(arrays, jnp.int32(prefix[-1]), jnp.int32(own[0]), config=config, numerics=runner.numerics)
+    arrays = arrays.replace(
+        page_table=jnp.asarray(tables), encoder_floor=jnp.asarray(floors[0]), decoder_floor=jnp.asarray(floors[1])
+    )
+    cache = dataclasses.replace(cache, arrays=arrays)
+    logits, arrays = read_row(runner, cache, row, prompt, reading, hit, all_logits)
+    lengths, written, history = cache.lengths.copy(), cache.written.copy(), cache.history
+    lengths[row] = written[row] = n
+    if history is not None:
+        history = history.copy()
+        history[row] = history_after(runner, prompt)
+    return logits, dataclasses.replace(cache, arrays=arrays, lengths=lengths, written=written, history=history)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("arrays",))
+def _copy_page(arrays: CacheArrays, source: Array, target: Array, *, config: ModelConfig, numerics: Numerics):
+    main_kv, index_key = dict(arrays.main_kv), dict(arrays.index_key)
+    for ratio in source_ratios(config):
+        name, layout = f"r{ratio}", PageLayout.of(config, numerics, ratio)
+        main_kv[name], index_key[name] = layout.copy_page(main_kv[name], index_key[name], source, target)
+    return arrays.replace(main_kv=main_kv, index_key=index_key)
