@@ -2,6 +2,7 @@
 
 import importlib.resources
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 from tqdm import tqdm
 
 from dsv41_jax import numerics as numerics_module
+from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.checkpoint.released import check_choices, load_params
-from dsv41_jax.checkpoint.released_folder import ReleasedFolder
+from dsv41_jax.checkpoint.save_released import TOKEN_MAP_FILE
 from dsv41_jax.engram_hash import EngramHasher
 from dsv41_jax.generate import Model
 from dsv41_jax.runner import Runner
@@ -18,6 +20,7 @@ from dsv41_jax.token_map import compressed_token_map
 from dsv41_jax.tokenizer import Tokenizer
 
 _LARGE = 1 << 30
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.safetensors)(?<!\.json)", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
@@ -34,22 +37,24 @@ def load(
     """Load a model.
 
     Args:
-        path: "demo" (the model inside this package), a folder in the released format, or a hub id "owner/name".
+        path: "demo" (the model inside this package), a folder in the released format, an Orbax folder (see
+            `checkpoint/orbax.py`), or a hub id "owner/name" where no such path, nor a folder "owner", exists here.
         mesh: None: parameters go to the default device. Sharding over a mesh is not part of this version.
         numerics: "released" (bf16, FP8 and FP4 activations and caches), "noquant" (bf16, those unquantised) or
             "float32".
         engram: where the Engram tables are: "device", "host" (memory) or "mmap" (rows are read from the file).
         expert_storage: "fp4", "fp8" (only where exact) or "bf16".
-        token_map: int array [vocab], raw id -> Engram id, for folders without a tokenizer.json.
+        token_map: int array [vocab], raw id -> Engram id, for folders with neither tokenizer.json nor token_map.npy.
         implementation: "auto" or "reference" (plain jax.numpy, which "auto" means in this version).
-        revision: of a hub id.
+        revision: of a hub id: a branch, tag or commit.
 
     Returns:
         the `Model`.
 
     Raises:
-        ValueError: an unknown choice, or a model with Engram layers and neither tokenizer nor token map.
-            CheckpointError: anything wrong with the folder. FileNotFoundError: no such folder, and not a hub id.
+        ValueError: an unknown choice, a revision of a local folder, or a model with Engram layers and neither tokenizer
+            nor token map. CheckpointError (a ValueError): anything wrong with the folder. FileNotFoundError: no such
+            folder and not a hub id, or the hub has no such model for you. ConnectionError: the hub did not answer.
     """
     chosen = numerics_module.named(numerics)
     if implementation not in ("auto", "reference"):
@@ -60,24 +65,20 @@ def load(
         )
     check_choices(engram, expert_storage)  # before anything is downloaded or read
     folder = _find(path, revision)
-    released = ReleasedFolder.open(folder)
-    config = released.config
+    source = open_folder(folder)
+    config = source.config
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     hasher, tables = None, {}
     if config.engram_layer_ids:
         if token_map is None:
-            if tokenizer is None:
-                raise ValueError(
-                    f"{folder} has Engram layers and no tokenizer.json: pass token_map (raw id -> Engram id)"
-                )
-            token_map = compressed_token_map(tokenizer.backend)
+            token_map = _token_map(folder, tokenizer)
         hasher = EngramHasher(config, token_map)
         if engram != "device":
-            tables = {layer: released.engram_table(layer, engram, chosen.dtype) for layer in config.engram_layer_ids}
-    total = sum(entry.nbytes for entry in released.entries.values())
+            tables = {layer: source.engram_table(layer, engram, chosen.dtype) for layer in config.engram_layer_ids}
+    total = sum(entry.nbytes for entry in source.entries.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {folder.name}", disable=total < _LARGE) as bar:
         params = load_params(
-            released,
+            source,
             chosen,
             engram=engram,
             expert_storage=expert_storage,
@@ -86,15 +87,52 @@ def load(
     return Model(Runner(config, chosen, params, hasher, tables), tokenizer)
 
 
-def _find(path: str | os.PathLike, revision: str | None) -> Path:
-    if path == "demo":
-        return Path(str(importlib.resources.files("dsv41_jax") / "demo_model"))
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    parts = path.split("/") if isinstance(path, str) else []
-    if len(parts) != 2 or not all(parts) or str(path).startswith((".", "~")):
-        raise FileNotFoundError(f'{path}: no such folder, and not a hub id of the form "owner/name"')
-    from huggingface_hub import snapshot_download  # not needed for local folders
+def _token_map(folder: Path, tokenizer: Tokenizer | None) -> np.ndarray:
+    if tokenizer is not None:
+        return compressed_token_map(tokenizer.backend)
+    if (folder / TOKEN_MAP_FILE).is_file():
+        return np.load(folder / TOKEN_MAP_FILE, allow_pickle=False)
+    raise ValueError(f"{folder} has Engram layers and no tokenizer.json: pass token_map (raw id -> Engram id)")
 
-    return Path(snapshot_download(str(path), revision=revision, allow_patterns=_HUB_FILES))
+
+def _find(path: str | os.PathLike, revision: str | None) -> Path:
+    """The local folder of a model, downloaded if `path` is a hub id."""
+    if not os.fspath(path):
+        raise ValueError('path is empty; give "demo", a folder, or a hub id of the form "owner/name"')
+    folder = Path(str(importlib.resources.files("dsv41_jax") / "demo_model")) if path == "demo" else Path(path)
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for hub ids, but {path} is a local folder; leave it out")
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(f"{path} is a file; give the folder that holds it")
+    # A folder "owner" here means that a local path was meant.
+    if not (isinstance(path, str) and _HUB_ID.fullmatch(path)) or folder.parent.exists():
+        raise FileNotFoundError(f'{path}: no such folder, and not a hub id of the form "owner/name"')
+    return _download(path, revision)
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download  # not needed for local folders
+
+    what = hub_id if revision is None else f"{hub_id} at revision {revision}"
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
+    except errors.GatedRepoError as error:
+        raise FileNotFoundError(
+            f"{what}: the hub gives it only to those who accepted its terms; accept them on its page and log in "
+            "(hf auth login), or give a local folder"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{what}: the model is on the hub, but not that revision; check its name") from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{what}: neither a folder here nor a model on the hub that you may see; check the spelling, or log in "
+            "(hf auth login) if it is private"
+        ) from error
+    except Exception as error:  # offline, time-outs, full disks: the kinds differ by version of the client
+        raise ConnectionError(
+            f"{what}: no such folder here, and fetching it from the hub failed "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); check the network and try again "
+            "(what has arrived is kept), or give a local folder"
+        ) from error

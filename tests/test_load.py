@@ -1,8 +1,10 @@
 """`ds.load`: choices and what is said about wrong ones, where folders come from; placements change no number."""
 
 import json
+from pathlib import Path
 
 import huggingface_hub
+import huggingface_hub.errors
 import numpy as np
 import pytest
 
@@ -104,6 +106,61 @@ def test_a_missing_folder_is_not_taken_for_a_hub_id(path, monkeypatch):
     with pytest.raises(FileNotFoundError, match='no such folder, and not a hub id of the form "owner/name"') as error:
         ds.load(path)
     assert path in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["owner/model.safetensors", "owner/config.json", "own er/name", "-owner/name", "a/b?c"]
+)
+def test_what_is_no_hub_id_is_not_asked_for(path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        ds.load(path)
+
+
+def test_a_typo_beside_local_folders_is_not_asked_for(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="models/tpyo: no such folder"):
+        ds.load("models/tpyo")
+    for path in ("models/file", tmp_path / "models/file"):
+        with pytest.raises(FileNotFoundError, match="models/file is a file; give the folder that holds it"):
+            ds.load(path)
+    for path in ("", Path("")):
+        with pytest.raises(ValueError, match="path is empty|config.json"):
+            ds.load(path)
+
+
+def test_a_revision_is_for_hub_ids(folder):
+    for path in (folder, str(folder), "demo"):
+        with pytest.raises(ValueError, match="revision='main' is for hub ids, but .* is a local folder"):
+            ds.load(path, revision="main")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words"),
+    [
+        ("GatedRepoError", FileNotFoundError, "accept them on its page and log in"),
+        ("RepositoryNotFoundError", FileNotFoundError, "neither a folder here nor a model on the hub"),
+        ("RevisionNotFoundError", FileNotFoundError, "not that revision"),
+        ("LocalEntryNotFoundError", ConnectionError, "check the network"),
+        ("OfflineModeIsEnabled", ConnectionError, "OfflineModeIsEnabled: .*or give a local folder"),
+        (TimeoutError, ConnectionError, "check the network"),
+    ],
+)
+def test_failures_of_the_hub_name_the_id_and_a_remedy(failure, kind, words, monkeypatch):
+    cls = getattr(huggingface_hub.errors, failure) if isinstance(failure, str) else failure
+    error = cls.__new__(cls)
+    error.args = ("what the client says\nat length",)
+
+    def snapshot_download(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(kind, match=f"some-owner/model at revision v1: .*{words}") as caught:
+        ds.load("some-owner/model", revision="v1")
+    assert caught.value.__cause__ is error and "at length" not in str(caught.value)
 
 
 def test_hub_ids_are_downloaded(folder, monkeypatch):

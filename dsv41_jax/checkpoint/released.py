@@ -2,7 +2,7 @@
 
 `released_folder` checks a folder, `names` maps tensor names to the pytree, `storage` converts, `destination` places,
 `save_released` writes. Tensors are read by byte range, in file order, and handed to their leaves in blocks of rows: no
-file and no large tensor is ever whole in host memory.
+file and no large tensor is ever whole in host memory. `load_params` reads Orbax folders too, through `TensorSource`.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax.checkpoint.destination import Destination, Placement
-from dsv41_jax.checkpoint.names import NameMap, name_map, nest
+from dsv41_jax.checkpoint.names import LeafPath, NameMap, name_map, nest
 from dsv41_jax.checkpoint.released_folder import ReleasedFolder
-from dsv41_jax.checkpoint.safetensors_file import CheckpointError, read_rows
+from dsv41_jax.checkpoint.safetensors_file import CheckpointError
 from dsv41_jax.checkpoint.save_released import save_released
 from dsv41_jax.checkpoint.storage import Storage, check_scales, param_leaves, row_blocks, to_params
+from dsv41_jax.checkpoint.tensor_source import TensorSource
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import Numerics
 
@@ -40,10 +41,11 @@ def check_choices(engram: str, expert_storage: str) -> None:
 
 def _wanted_leaves(names: NameMap, storage: Storage, engram: str) -> dict:
     leaves = param_leaves(names, storage)
-    return {path: form for path, form in leaves.items() if engram == "device" or not _is_table(path)}
+    return {path: form for path, form in leaves.items() if engram == "device" or not is_table(path)}
 
 
-def _is_table(path: tuple[str, ...]) -> bool:
+def is_table(path: LeafPath) -> bool:
+    """Whether a leaf is the weight or the scale of an Engram table."""
     return path[0] == "engram" and path[2] == "embed"
 
 
@@ -57,18 +59,19 @@ def abstract_params(
 
 
 def load_params(
-    folder: ReleasedFolder,
+    folder: TensorSource,
     numerics: Numerics,
     *,
     placement: Placement | None = None,
     engram: str = "device",
     expert_storage: str = "fp4",
+    only: Callable[[LeafPath], bool] | None = None,
     progress: Progress | None = None,
 ) -> dict:
     """Load the parameters of a checked folder.
 
     Args:
-        folder: from `ReleasedFolder.open`.
+        folder: from `ReleasedFolder.open` or `OrbaxFolder.open`.
         numerics: those that compute in float32 dequantise every weight on the way in; the others keep released forms.
         placement: sharding of a leaf by its dotted path (`layers.attn.wq_a.weight`); None means the default device.
             Each process reads only what its own devices hold.
@@ -76,6 +79,7 @@ def load_params(
             `ReleasedFolder.engram_table`.
         expert_storage: "fp4" keeps routed experts packed, "fp8" holds the same values in E4M3 under the same scales,
             "bf16" dequantises them.
+        only: which leaves to load, by path; a weight and its scale together. None means all.
         progress: called with (bytes done, bytes in all) after each tensor.
 
     Returns:
@@ -88,12 +92,14 @@ def load_params(
     names = name_map(folder.config)
     storage = Storage(numerics.dtype == jnp.float32, expert_storage)
     leaves = _wanted_leaves(names, storage, engram)
+    if only is not None:
+        leaves = {path: form for path, form in leaves.items() if only(path)}
     destination = Destination(leaves, placement)
+    loaded = [name for name, place in names.places.items() if place.path in leaves]
     # A scale whose leaf is gone is consumed together with its weight.
-    wanted = [name for name in names.places if engram == "device" or not _is_table(names.places[name].path)]
-    total, done = sum(folder.entries[name].nbytes for name in wanted), 0
-    loaded = [name for name in wanted if names.places[name].path in leaves]
-    for name in sorted(loaded, key=lambda n: (folder.entries[n].file, folder.entries[n].offset)):
+    consumed = {*loaded, *filter(None, map(names.scale_of, loaded))}
+    total, done = sum(names.specs[name].nbytes for name in consumed), 0
+    for name in folder.reading_order(loaded):
         done += _load_tensor(folder, names, name, leaves, destination)
         if progress:
             progress(done, total)
@@ -102,24 +108,23 @@ def load_params(
     return nest(destination.finish())
 
 
-def _load_tensor(folder: ReleasedFolder, names: NameMap, name: str, leaves: dict, destination: Destination) -> int:
+def _load_tensor(folder: TensorSource, names: NameMap, name: str, leaves: dict, destination: Destination) -> int:
     """Place one tensor in blocks, dequantised if its scale has no leaf. Returns the released bytes consumed."""
-    entry, place = folder.entries[name], names.places[name]
+    spec, place = names.specs[name], names.places[name]
     dtype = leaves[place.path][1]
     scale = names.scale_of(name)
-    merged = folder.entries[scale] if scale and names.places[scale].path not in leaves else None
-    checked = folder.entries[scale] if scale and names.specs[name].kind == "fp4" and dtype != np.uint8 else None
-    for start, stop in row_blocks(entry.shape):
+    merged = scale if scale and names.places[scale].path not in leaves else None
+    checked = scale if scale and spec.kind == "fp4" and dtype != np.uint8 else None
+    for start, stop in row_blocks(spec.shape):
         if not destination.wants(place.path, place.index, (start, stop)):
             destination.skip(place.path, place.index, (start, stop))
             continue
         scales = None
         if merged or checked:
-            source = merged or checked
-            per = entry.shape[0] // source.shape[0]  # weight rows that share a row of scales: 32 or 1
-            scales = read_rows(source, start // per, stop // per)
+            per = spec.shape[0] // names.specs[scale].shape[0]  # weight rows that share a row of scales: 32 or 1
+            scales = folder.rows(scale, start // per, stop // per)
         if checked:
-            check_scales(scales, scale, checked.file, f"experts in {jnp.dtype(dtype).name}")
-        block = to_params(read_rows(entry, start, stop), scales, dtype)
+            check_scales(scales, scale, folder.where(scale), f"experts in {jnp.dtype(dtype).name}")
+        block = to_params(folder.rows(name, start, stop), scales, dtype)
         destination.put(place.path, place.index, start, block)
-    return entry.nbytes + (merged.nbytes if merged else 0)
+    return spec.nbytes + (names.specs[merged].nbytes if merged else 0)

@@ -5,7 +5,7 @@ the manifest that the configuration implies. Only a folder in which every tensor
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,14 @@ import numpy as np
 
 from dsv41_jax.checkpoint.manifest import manifest
 from dsv41_jax.checkpoint.names import canonical
-from dsv41_jax.checkpoint.safetensors_file import CheckpointError, TensorEntry, read, read_header, unique_keys
+from dsv41_jax.checkpoint.safetensors_file import (
+    CheckpointError,
+    TensorEntry,
+    read,
+    read_header,
+    read_rows,
+    unique_keys,
+)
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_tables import EngramTable, FileTable, FileTensor, HostTable
 
@@ -23,7 +30,8 @@ SINGLE_FILE = "model.safetensors"
 _SHOWN = 10  # offenders spelled out in one message
 
 
-def _complain(folder: Path, problems: list[str], advice: str) -> None:
+def complain(folder: Path, problems: list[str], advice: str) -> None:
+    """Raise CheckpointError if there are problems: the first ten, how many there are, and what to do."""
     if not problems:
         return
     more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -33,13 +41,14 @@ def _complain(folder: Path, problems: list[str], advice: str) -> None:
     )
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration in a folder. CheckpointError if it is absent or not legal."""
     path = folder / "config.json"
     try:
         return ModelConfig.from_json(path)
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); a released-format folder holds config.json"
+            f"{path}: cannot be read ({error.strerror}); a model's folder holds config.json"
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -74,7 +83,7 @@ def _indexed_entries(folder: Path) -> list[TensorEntry]:
     absent = [f"{file}: named in {INDEX_FILE} but not in the folder" for file in files if not (folder / file).is_file()]
     stray = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in files)
     absent += [f"{file}: in the folder but not named in {INDEX_FILE}" for file in stray]
-    _complain(folder, absent, "Fetch the missing files, or remove those that belong to another checkpoint.")
+    complain(folder, absent, "Fetch the missing files, or remove those that belong to another checkpoint.")
     entries, problems = [], []
     for file in files:
         header, _ = read_header(folder / file)
@@ -87,7 +96,7 @@ def _indexed_entries(folder: Path) -> list[TensorEntry]:
         ]
         listed = (name for name, where in weight_map.items() if where == file and name not in header)
         problems += [f"{name}: not in {file}, where the index puts it" for name in listed]
-    _complain(folder, problems, f"{INDEX_FILE} and the files do not belong together; fetch both from one revision.")
+    complain(folder, problems, f"{INDEX_FILE} and the files do not belong together; fetch both from one revision.")
     payload = sum(entry.nbytes for entry in entries)
     if total is not None and total != payload:
         raise CheckpointError(
@@ -105,7 +114,7 @@ def _all_entries(folder: Path) -> list[TensorEntry]:
             f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is here; this is not a complete released-format folder"
         )
     stray = sorted(p.name for p in folder.glob("*.safetensors") if p.name != SINGLE_FILE)
-    _complain(
+    complain(
         folder,
         [f"{name}: beside {SINGLE_FILE}, without an index" for name in stray],
         f"Remove them, or fetch {INDEX_FILE}.",
@@ -148,7 +157,7 @@ def _check_against_manifest(
         for n, e in entries.items()
         if n not in expected
     ]
-    _complain(folder, problems, "Use the config.json and tensor files of one released-format checkpoint.")
+    complain(folder, problems, "Use the config.json and tensor files of one released-format checkpoint.")
     return {name: entries[name] for name in expected}, ignored
 
 
@@ -178,7 +187,7 @@ class ReleasedFolder:
         folder = Path(path)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
-        config = _read_config(folder)
+        config = read_config(folder)
         entries, ignored = _check_against_manifest(folder, config, _all_entries(folder))
         return cls(folder, config, entries, tuple(ignored))
 
@@ -186,13 +195,28 @@ class ReleasedFolder:
         """One tensor in its released form."""
         return read(self.entries[name])
 
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor in its released form."""
+        return read_rows(self.entries[name], start, stop)
+
+    def reading_order(self, names: Iterable[str]) -> list[str]:
+        """`names` in file order."""
+        return sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].offset))
+
+    def where(self, name: str) -> str:
+        """The file that holds a tensor."""
+        return str(self.entries[name].file)
+
     def engram_table(self, layer: int, place: str, dtype: np.dtype = ml_dtypes.bfloat16) -> EngramTable:
         """The table of an Engram layer off the device: read into host memory ("host") or left in the file ("mmap")."""
-        weight, scale = (self.entries[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
-        if place == "host":
-            return HostTable(read(weight), read(scale), dtype)
-        if place == "mmap":
-            return FileTable(
-                *(FileTensor(str(e.file), e.offset, *e.shape, e.numpy_dtype) for e in (weight, scale)), dtype
-            )
-        raise ValueError(f"an Engram table off the device is 'host' or 'mmap', not {place!r}")
+        return engram_table(self.entries, layer, place, dtype)
+
+
+def engram_table(entries: Mapping[str, TensorEntry], layer: int, place: str, dtype: np.dtype) -> EngramTable:
+    """The table of an Engram layer from its two tensors in safetensors files, {released name: entry}."""
+    weight, scale = (entries[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
+    if place == "host":
+        return HostTable(read(weight), read(scale), dtype)
+    if place == "mmap":
+        return FileTable(*(FileTensor(str(e.file), e.offset, *e.shape, e.numpy_dtype) for e in (weight, scale)), dtype)
+    raise ValueError(f"an Engram table off the device is 'host' or 'mmap', not {place!r}")

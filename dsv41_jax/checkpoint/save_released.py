@@ -6,7 +6,6 @@ the block's largest value. Quantising values that came from a quantised weight g
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +16,15 @@ import ml_dtypes
 import numpy as np
 
 from dsv41_jax.checkpoint.names import LeafPath, NameMap, flatten, name_map
-from dsv41_jax.checkpoint.released_folder import INDEX_FILE, SINGLE_FILE, ReleasedFolder
-from dsv41_jax.checkpoint.safetensors_file import CheckpointError, TensorEntry, read_rows, write_file
+from dsv41_jax.checkpoint.new_folder import new_folder
+from dsv41_jax.checkpoint.released_folder import INDEX_FILE, SINGLE_FILE
+from dsv41_jax.checkpoint.safetensors_file import CheckpointError, write_file
 from dsv41_jax.checkpoint.storage import EXPERT_STORAGES, Storage, param_leaves, row_blocks, to_released
+from dsv41_jax.checkpoint.tensor_source import TensorSource
 from dsv41_jax.config import ModelConfig
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKEN_MAP_FILE = "token_map.npy"  # int [vocab], raw id -> Engram id; for folders without a tokenizer
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", TOKEN_MAP_FILE)
 SHARD_BYTES = 5_000_000_000
 
 _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
@@ -33,20 +35,23 @@ def save_released(
     config: ModelConfig,
     folder: str | Path,
     *,
-    source: ReleasedFolder | None = None,
+    source: TensorSource | None = None,
     tokenizer: str | Path | None = None,
+    token_map: np.ndarray | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write `params` as a released-format folder: tensors, an index if there are several files, config, tokenizer.
+    """Write `params` as a released-format folder: tensors, an index if there are several files, config, text files.
 
     Args:
         params: the pytree of `load_params`, in any numerics and expert storage, or float master weights. Every leaf
             must be whole within this process.
         config: its configuration.
         folder: must not exist, or be empty. It appears under this name only when complete.
-        source: where tensors come from that `params` lacks (Engram tables kept off the device), and tokenizer files.
-        tokenizer: folder to copy tokenizer files from, instead of `source`.
+        source: where tensors come from that `params` lacks (Engram tables kept off the device), and the text files:
+            tokenizer, or the token map of a folder without one.
+        tokenizer: folder to copy the text files from, instead of `source`.
+        token_map: int [vocab], raw id -> Engram id, kept in the folder when it gets no tokenizer.
         shard_bytes: limit of one file's payload; a larger checkpoint is split, but never a weight from its scale.
         progress: called with (bytes done, bytes in all) after each tensor.
 
@@ -54,18 +59,14 @@ def save_released(
         CheckpointError: the folder is occupied; a leaf is missing, unknown, not finite, or of a wrong shape or dtype.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: already exists; give a new folder")
     names = name_map(config)
     leaves = dict(flatten(params))
-    _check_leaves(names, leaves, source)
+    check_leaves(names, leaves, source)
     shards = _plan_shards(names, shard_bytes)
     total = sum(spec.nbytes for spec in names.specs.values())
-    reader = _TensorReader(names, leaves, source, (lambda done: progress(done, total)) if progress else None)
+    reader = TensorReader(names, leaves, source, (lambda done: progress(done, total)) if progress else None)
     files = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(folder) as partial:
         for file, shard in zip(files, shards, strict=True):
             tensors = [(name, names.specs[name].dtype, names.specs[name].shape) for name in shard]
             write_file(partial / file, tensors, reader.blocks, {"format": "pt"})
@@ -74,20 +75,39 @@ def save_released(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         config.write(partial)
-        origin = Path(tokenizer) if tokenizer is not None else source.path if source is not None else None
-        for name in TOKENIZER_FILES if origin is not None else ():
-            if (origin / name).is_file():
-                shutil.copyfile(origin / name, partial / name)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        copy_text_files(partial, source, tokenizer)
+        write_token_map(partial, config, token_map)
+
+
+def copy_text_files(folder: Path, source: TensorSource | None, tokenizer: str | Path | None) -> None:
+    """Copy tokenizer and token map into `folder` from the folder `tokenizer`, or else from `source`."""
+    origin = Path(tokenizer) if tokenizer is not None else source.path if source is not None else None
+    for name in TEXT_FILES if origin is not None else ():
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+
+
+def write_token_map(folder: Path, config: ModelConfig, token_map: np.ndarray | None) -> None:
+    """Keep a token map in a folder that has no tokenizer to make it from; None leaves the folder as it is.
+
+    Raises CheckpointError if it is not a list of integers, one for each id.
+    """
+    if token_map is None or (folder / "tokenizer.json").is_file():
+        return
+    token_map = np.asarray(token_map)
+    if token_map.shape != (config.vocab_size,) or not np.issubdtype(token_map.dtype, np.integer):
+        raise CheckpointError(
+            f"token_map is {token_map.dtype} {list(token_map.shape)}; it must hold one integer for each of the "
+            f"{config.vocab_size} ids"
+        )
+    np.save(folder / TOKEN_MAP_FILE, token_map, allow_pickle=False)
 
 
 def _shard_name(i: int, n: int) -> str:
     return f"model-{i + 1:05d}-of-{n:05d}.safetensors"
 
 
-def _check_leaves(names: NameMap, leaves: dict[LeafPath, jax.Array], source: ReleasedFolder | None) -> None:
+def check_leaves(names: NameMap, leaves: dict[LeafPath, jax.Array], source: TensorSource | None) -> None:
     """Every leaf is known and in a form that can be written; every tensor comes from a leaf, or whole from `source`."""
     forms = [param_leaves(names, Storage(experts=experts)) for experts in EXPERT_STORAGES]
     forms.append(param_leaves(names, Storage(float32=True)))
@@ -136,14 +156,14 @@ def _plan_shards(names: NameMap, limit: int) -> list[list[str]]:
     return [sorted(shard, key=lambda n: -width.get(names.specs[n].dtype, 1)) for shard in shards]
 
 
-class _TensorReader:
+class TensorReader:
     """Released tensors as blocks of rows, taken from parameter leaves or copied from a folder."""
 
     def __init__(
         self,
         names: NameMap,
         leaves: dict[LeafPath, jax.Array],
-        source: ReleasedFolder | None,
+        source: TensorSource | None,
         report: Callable[[int], None] | None,
     ):
         self._names, self._source, self._report = names, source, report
@@ -157,8 +177,7 @@ class _TensorReader:
         if name in self._scales:
             yield from self._scales.pop(name)
         elif place.path not in self._leaves:
-            entry: TensorEntry = self._source.entries[name]
-            yield from (read_rows(entry, start, stop) for start, stop in row_blocks(spec.shape))
+            yield from (self._source.rows(name, start, stop) for start, stop in row_blocks(spec.shape))
         else:
             yield from self._from_leaf(name)
         self._done += spec.nbytes
