@@ -16,6 +16,7 @@ from typing import Any
 
 from dsv41_jax import config_json, config_rules
 from dsv41_jax.config_json import ConfigError
+from dsv41_jax.config_unsupported import check_unsupported
 from dsv41_jax.engram_layout import EngramLayout, engram_layout
 
 __all__ = [
@@ -249,13 +250,15 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
             value = values[f.name]
             given[f.name] = tuple(value) if isinstance(value, list) else value
         elif f.default is dataclasses.MISSING:
-            raise ConfigError(prefix + f.name, None, "is required and missing")
+            note = "; the reference's flat layout has no token ids: add it to the file" if f.name in _ROOT_IDS else ""
+            raise ConfigError(prefix + f.name, None, "is required and missing" + note)
     return cls(**given)
 
 
 def _from_mapping(mapping: Mapping[str, Any], text: str) -> ModelConfig:
     """Validated configuration from parsed JSON in either layout; `text` is kept as its source."""
     table = config_json.read_table(mapping, _TEXT_KEYS, _VISION_KEYS)
+    check_unsupported(mapping)
     config_rules.check_model_types(table)
     section = config_json.section_of
     values = {**section(table, "root"), **section(table, "text"), "source": text}

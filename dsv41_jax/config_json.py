@@ -55,15 +55,8 @@ FLAT_VISION_NAMES = {
 # In the flat layout "dtype" names the quantisation, not the activations.
 FLAT_QUANT_NAMES = {"quant_method": "dtype", "scale_fmt": "scale_fmt", "expert_dtype": "expert_dtype"}
 
-# What the flat layout does not say; the released values stand in.
-FLAT_ROOT_DEFAULTS = {
-    "model_type": MODEL_TYPE,
-    "architectures": ["DeepseekV41ForCausalLM"],
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "image_token_id": 129264,
-}
+# What the flat layout does not say. Token ids are not among these: a file without them must be completed.
+FLAT_ROOT_DEFAULTS = {"model_type": MODEL_TYPE, "architectures": ["DeepseekV41ForCausalLM"]}
 QUANT_DEFAULTS = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -151,7 +144,7 @@ def _pick(container: Mapping[str, Any], key: str, other: str | None) -> str | No
 def read_table(mapping: Mapping[str, Any], text_keys: tuple[str, ...], vision_keys: tuple[str, ...]) -> Table:
     """Known values of either layout, by (section, released key); sections "root", "text", "vision", "quant".
 
-    Keys that are absent are absent from the table, except what the flat layout cannot say. `rope_scaling` stays a dict
+    Keys that are absent are absent from the table, except what the flat layout never says. `rope_scaling` stays a dict
     or None. A missing vision section leaves no "vision" entries.
     """
     flat = is_flat(mapping)
@@ -174,8 +167,6 @@ def read_table(mapping: Mapping[str, Any], text_keys: tuple[str, ...], vision_ke
     if flat:
         table["root", "dtype"] = "bfloat16"
         for key, value in FLAT_ROOT_DEFAULTS.items():
-            if key == "image_token_id" and not has_section(table, "vision"):
-                continue
             table.setdefault(("root", key), value)
     return table
 

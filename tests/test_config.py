@@ -142,13 +142,13 @@ def _flat(mapping):
     flat |= {name: text["rope_scaling"][key] for key, name in config_json.FLAT_ROPE_NAMES.items()}
     flat |= {name: vision[key] for key, name in config_json.FLAT_VISION_NAMES.items()}
     flat |= {name: quant[key] for key, name in config_json.FLAT_QUANT_NAMES.items()}
-    return flat
+    return flat | {key: mapping[key] for key in mapping if key.endswith("_token_id")}
 
 
 def test_flat_layout(released, tmp_path):
     flat = _flat(_mapping())
     assert {"dim", "n_layers", "n_mtp_layers", "kv_source_layers", "engram_pad_id", "route_scale"} <= set(flat)
-    assert flat["dtype"] == "fp8" and "model_type" not in flat and "bos_token_id" not in flat
+    assert flat["dtype"] == "fp8" and "model_type" not in flat
     config = ModelConfig.from_json(flat)
     assert config == released
     assert json.dumps(config.to_json()) == json.dumps(flat)
@@ -157,6 +157,17 @@ def test_flat_layout(released, tmp_path):
     assert written["route_scale"] == 2.5 and written["original_seq_len"] == 0 and "vision_dim" not in written
     again = ModelConfig.from_json(written)
     assert again.rope_scaling is None and again.vision is None and again.routed_scaling_factor == 2.5
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"])
+def test_special_ids_are_never_made_up(key):
+    """The reference's flat file has none; they differ between models, so they must be added."""
+    flat = _flat(_mapping())
+    flat[key] = 77
+    assert getattr(ModelConfig.from_json(flat), key) == 77
+    del flat[key]
+    with pytest.raises(ConfigError, match=f"{key} = None: is required"):
+        ModelConfig.from_json(flat)
 
 
 def test_either_spelling_in_the_nested_layout(released):
@@ -357,6 +368,54 @@ def test_broken_rule_is_named(section, key, value, rule):
 
 # Here the rule is reported on the other key of the pair, and names this one in words.
 INDIRECT = {("num_hidden_layers", 41), ("candidate_block_size", 0)}
+
+
+# (section, key, value that leaves the arithmetic alone, value that nothing here implements)
+UNSUPPORTED = [
+    ("rope_scaling", "mscale", 0, 1.0),
+    ("rope_scaling", "mscale_all_dim", 0.0, 0.707),
+    ("rope_scaling", "attention_factor", 1.0, 1.2),
+    ("rope_scaling", "truncate", True, False),
+    ("rope_scaling", "type", "yarn", "linear"),
+    ("rope_scaling", "long_factor", None, [1.0]),
+    ("text_config", "gate_temperature", 1.0, 0.5),
+    ("text_config", "router_temp", 1, 2),
+    ("text_config", "n_group", 1, 8),
+    ("text_config", "topk_group", 1, 4),
+    ("text_config", "first_k_dense_replace", 0, 3),
+    ("text_config", "num_hash_layers", 0, 3),
+    ("text_config", "mlp_bias", False, True),
+    ("text_config", "final_logit_softcapping", None, 30.0),
+    ("text_config", "softmax_scale", None, 0.1),
+    ("text_config", "residual_multiplier", 1.0, 0.5),
+    ("text_config", "rope_interleave", True, False),
+    ("text_config", "rope_parameters", None, {"rope_type": "yarn"}),
+    ("vision_config", "hidden_act", "silu", "gelu"),
+    ("vision_config", "rms_norm_eps", 1e-6, 1e-5),
+    ("quantization_config", "fmt", "e4m3", "e5m2"),
+    ("quantization_config", "modules_to_not_convert", [], ["lm_head"]),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "neutral", "value"), UNSUPPORTED)
+def test_arithmetic_that_is_not_implemented_is_refused(section, key, neutral, value, released):
+    mapping = _mapping()
+    container = {"rope_scaling": mapping["text_config"]["rope_scaling"]}.get(section) or mapping[section]
+    container[key] = neutral
+    assert ModelConfig.from_json(mapping) == released
+    container[key] = value
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_json(mapping)
+    assert caught.value.key.endswith(key) and repr(value) in str(caught.value)
+    words = "not implemented", "contradicts rope_type = 'yarn'"
+    assert any(part in str(caught.value) for part in words)
+
+
+def test_flat_layouts_are_refused_alike():
+    flat = _flat(_mapping())
+    for key, value in (("mscale", 1.0), ("gate_temperature", 2.0), ("n_expert_groups", 8), ("n_dense_layers", 1)):
+        with pytest.raises(ConfigError, match=f"{key} = {value}: .*not implemented"):
+            ModelConfig.from_json(flat | {key: value})
 
 
 @pytest.mark.parametrize("section", ["quantization_config", "text_config", "vision_config"])
