@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from dsv41_jax import blocks, cache
+from dsv41_jax import blocks, cache, quant
+from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.csa2 import Attention
@@ -85,17 +86,20 @@ def runs() -> list[tuple[Run, int, int, int]]:
 
 
 # What a module call leaves in the record: (module, method) -> name of the recorded value.
-_WATCHED = {(Attention, "window_rows"): "window_kv", (Attention, "attend"): "o", (Attention, "output"): "out"}
+_WATCHED = {(Attention, "attend"): "o", (Attention, "output"): "out"}
 
 
 def _watcher(record: dict[str, Any]):
     def intercept(call, args, kwargs, context):
         result = call(*args, **kwargs)
         kind = (type(context.module), context.method_name)
-        if kind in _WATCHED:
+        if kind == (Attention, "window_rows"):
+            record["window_kv"] = quant.fake_q8(result)  # as it is kept
+        elif kind in _WATCHED:
             record[_WATCHED[kind]] = result
         elif kind == (Compressor, "entries"):
-            record["latent_prerope"], (record["latent_cached"], record["index_k"]) = args[0], result
+            record["latent_prerope"] = args[0]
+            record["latent_cached"], record["index_k"] = quant.fake_q4_main(result[0]), quant.fake_q4_index(result[1])
         elif kind == (Indexer, "__call__"):
             record["index_q"], record["index_weights"] = result
         return result
@@ -115,7 +119,7 @@ def run_stack(
         the new state, and per layer a dict of what it computed: out, window_kv, o, and where they exist latent_prerope,
         latent_cached, index_k, index_q, index_weights, score_raw, visible, topk, candidates.
     """
-    block = cache.CachedBlock(CONFIG, start, n_valid, xs.shape[2], state)
+    block = CachedBlock(CONFIG, RELEASED, start, n_valid, xs.shape[2], state)
     shared, records = blocks.Sharing(), []
     for run, layer, kv_slot, index_slot in runs()[:layers]:
         record: dict[str, Any] = {}
@@ -136,9 +140,8 @@ def run_stack(
                 xs[layer],
             )
         if "index_q" in record:
-            keys = block.index_keys(state, run.ratio, kv_slot)
-            scores = blocks.index.index_scores(record["index_q"], record["index_weights"], keys, RELEASED)
-            record["score_raw"], record["visible"] = scores, block.visible(run.ratio)
+            scores = block.scores(state, run.ratio, kv_slot, record["index_q"], record["index_weights"])
+            record["score_raw"], record["visible"] = scores, block.visible(run.ratio, block.positions)
             record["topk"] = shared.selection
         if run.pool == "builds":
             n = record["score_raw"].shape[-1]

@@ -16,7 +16,8 @@ import numpy as np
 from dsv41_jax import hyper_connections as hc
 from dsv41_jax import model as assembly
 from dsv41_jax.blocks import Sharing, block, csa2_attention
-from dsv41_jax.cache import CacheArrays, CachedBlock, zero_arrays
+from dsv41_jax.cache import CacheArrays, zero_arrays
+from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import Engram
 from dsv41_jax.generate import Model
@@ -73,7 +74,7 @@ def layer_step(
     store: type[CachedBlock],
 ) -> dict[str, Any]:
     """One layer, Engram apart: what `LayerLoop` does with it, and the values on the way."""
-    keys = store(config, start, n_valid, x.shape[1], arrays)
+    keys = store(config, numerics, start, n_valid, x.shape[1], arrays)
     shared = Sharing(selection, pool)
     weights = pick(params["layers"], number)
     note: dict[str, Any] = {}

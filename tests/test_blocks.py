@@ -9,7 +9,7 @@ import pytest
 
 import attention_stack as stack
 from attention_stack import CALLS, GOLD, LAYERS, compare
-from dsv41_jax import cache, csa2
+from dsv41_jax import cached_block, csa2
 from dsv41_jax.layer_map import Mode
 from module_golden import assert_close
 
@@ -89,7 +89,7 @@ def test_a_row_computes_the_same_in_another_slot():
     for want, got in zip(records, again, strict=True):
         for name, value in want.items():
             np.testing.assert_array_equal(value, got[name][::-1], err_msg=name)
-    np.testing.assert_array_equal(state.window, swapped.window[:, ::-1])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:, ::-1]), state.window, swapped.window)
 
 
 # Negative controls, on the window-only layer. Each mistake takes a traced switch: one compiled program serves them all.
@@ -107,8 +107,12 @@ def query_norm(patch, on):
 
 
 def rope_bases_swapped(patch, on):
-    real = cache.layer_frequencies
-    patch.setattr(cache, "layer_frequencies", lambda config, c: jnp.where(on, real(config, not c), real(config, c)))
+    real = cached_block.layer_frequencies
+
+    def swapped(config, compressed):
+        return jnp.where(on, real(config, not compressed), real(config, compressed))
+
+    patch.setattr(cached_block, "layer_frequencies", swapped)
 
 
 def sink_dropped(patch, on):
@@ -126,14 +130,13 @@ def inverse_rotation_left_out(patch, on):
 
 
 def window_one_short(patch, on):
-    real = cache.CachedBlock.window
+    real = csa2.attend
 
-    def window(self, state, layer, rows):
-        state, keys, mask = real(self, state, layer, rows)
+    def attend(q, kv, mask, *rest):
         first = jnp.argmax(mask, axis=-1, keepdims=True) == jnp.arange(mask.shape[-1])
-        return state, keys, jnp.where(on, mask & ~first, mask)
+        return real(q, kv, jnp.where(on, mask & ~first, mask), *rest)
 
-    patch.setattr(cache.CachedBlock, "window", window)
+    patch.setattr(csa2, "attend", attend)
 
 
 MISTAKES = (query_norm, rope_bases_swapped, sink_dropped, inverse_rotation_left_out, window_one_short)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attention_stack import CONFIG, empty_state
-from dsv41_jax import cache, csa2
+from attention_stack import CONFIG, empty_state, runs
+from dsv41_jax import csa2
+from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.numerics import FLOAT32, RELEASED
 from module_golden import BF16, assert_close, assert_within_one_ulp, load, wide
 
@@ -91,11 +92,15 @@ def test_gradients_reach_the_keys_that_are_seen_and_no_others():
 
 @functools.cache
 def window_of(t: int):
-    """Positions in the ring, and the window mask of a block of t tokens over ring and block."""
+    """The window mask of a block of t tokens, over the W - 1 positions before it and its own."""
 
     def run(start):
-        block = cache.CachedBlock(CONFIG, start, jnp.full_like(start, t), t, empty_state(1))
-        return cache.ring_positions(start, cache.ring_size(CONFIG)), block.window_mask
+        block = CachedBlock(CONFIG, RELEASED, start, jnp.full_like(start, t), t, empty_state(1))
+        masks = []
+        run, q = runs()[0][0], jnp.zeros((1, t, 1, CONFIG.head_dim))
+        _, window = block.window(empty_state(1), run, 0, q[:, :, 0])
+        block.attend(empty_state(1), run, 0, q, window, None, lambda q, kv, mask, *_: masks.append(mask) or q)
+        return masks[0]
 
     return jax.jit(run)
 
@@ -103,8 +108,8 @@ def window_of(t: int):
 @pytest.mark.parametrize(("t", "start"), [(5, 0), (20, 0), (1, 3), (1, 7), (1, 8), (1, 21)])
 def test_window_masks_equal_the_golden_lists(t, start):
     """Golden lists name rows of the call in a prefill, slots of a ring of 8 in a step: compared as positions."""
-    ring, window_mask = window_of(t)(np.array([start]))
-    positions = np.concatenate([ring[0], start + np.arange(t)])
+    window_mask = window_of(t)(np.array([start]))
+    positions = start - CONFIG.sliding_window + 1 + np.arange(window_mask.shape[-1])
     golden = GOLD[f"window_idx.win8_s{t}_p{start}"]
     for i, (mask, listed) in enumerate(zip(np.asarray(window_mask[0]), golden, strict=True)):
         listed = listed[listed >= 0]

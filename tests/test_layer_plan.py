@@ -149,14 +149,14 @@ def test_rolled_and_unrolled_loops_agree(changes, tmp_path, monkeypatch):
         )
 
     rng = np.random.default_rng(0)
-    ids = rng.integers(3, loaded.config.vocab_size, (2, 2, 16)).astype(np.int32)
-    cache, other = loaded._runner.new_cache(2, 32), loaded._runner.new_cache(2, 32).arrays
-    for block, n_valid in zip(ids, np.array([[16, 7], [11, 16]], np.int32), strict=True):
+    ids = rng.integers(3, loaded.config.vocab_size, (2, 1, 16)).astype(np.int32)
+    # One row, so that both run matrix products of the same number of rows: only the loops differ.
+    cache, other = loaded._runner.new_cache(1, 32), loaded._runner.new_cache(1, 32).arrays
+    for block, n in zip(ids, (16, 11), strict=True):
         start = cache.lengths
-        rolled, cache = loaded._runner.extend(cache, block, n_valid, all_logits=True)
-        logits, other = unrolled(loaded.params, other, block, start, n_valid)
-        for row in range(2):
-            np.testing.assert_allclose(rolled[row, : n_valid[row]], logits[row, : n_valid[row]], rtol=0, atol=1e-4)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), cache.arrays, other)
-    for entries in cache.arrays.main_kv.values():  # every source wrote
-        assert float(jnp.abs(entries).max(axis=(1, 2, 3)).min()) > 0
+        rolled, cache = loaded._runner.extend(cache, block, np.array([n]), all_logits=True)
+        logits, other = unrolled(loaded.params, other, block, start, np.array([n]))
+        np.testing.assert_allclose(rolled[:, :n], logits[:, :n], rtol=0, atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), cache.arrays, other)
+    for pool in cache.arrays.main_kv.values():  # every source wrote
+        assert float(jnp.abs(pool["rows"]).max(axis=(1, 2, 3)).min()) > 0

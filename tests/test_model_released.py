@@ -16,10 +16,12 @@ from dsv41_jax.cache import zero_arrays
 from dsv41_jax.hyper_connections import identity_mix
 from dsv41_jax.layer_map import Mode
 from dsv41_jax.model import embed
+from dsv41_jax.pages import PageLayout
 from dsv41_jax.vision import merge_images
 from fast_compile import use_fast_steps
 from layer_by_layer import BLOCK, MAX_LEN, LayerByLayer, engram_step, layer_program, layers
 from neighbours import alone_and_together
+from stored import stored_entries
 from tiny_golden import (
     CANDIDATE_SOURCE,
     EDGES,
@@ -58,8 +60,11 @@ def recorded_keys(model: ds.Model):
         if layer.kind.mode is Mode.FULL:
             name, at = f"r{layer.kind.ratio}", layer.kv_slot
             kv, key = g[f"ref.latent_cached.{layer.number}"], g[f"ref.index_k.{layer.number}"]
-            main_kv[name] = main_kv[name].at[at, 0, : len(kv)].set(kv)
-            index_key[name] = index_key[name].at[at, 0, : len(key)].set(key)
+            layout = PageLayout.of(config, model._runner.numerics, layer.kind.ratio)
+            number = np.arange(len(kv))[None]
+            place = (number // layout.entries, number % layout.entries)  # row 0 owns the first pages
+            main_kv[name] = layout.write_main(main_kv[name], at, *place, kv[None], number >= 0)
+            index_key[name] = layout.write_index(index_key[name], at, *place, key[None], number >= 0)
     return arrays.replace(main_kv=main_kv, index_key=index_key)
 
 
@@ -99,9 +104,8 @@ def run_on_recorded_input(model: ds.Model, layer) -> dict[str, np.ndarray]:
     arrays = result.pop("arrays")
     result = {name: np.asarray(value)[0, :N] for name, value in result.items()}
     if layer.kind.mode is Mode.FULL:
-        name = f"r{layer.kind.ratio}"
-        result["main_kv"] = np.asarray(arrays.main_kv[name][layer.kv_slot, 0, : N // layer.kind.ratio])
-        result["index_key"] = np.asarray(arrays.index_key[name][layer.kv_slot, 0, : N // layer.kind.ratio])
+        entries = stored_entries(config, numerics, arrays, layer.kind.ratio, layer.kv_slot)
+        result["main_kv"], result["index_key"] = (x[: N // layer.kind.ratio] for x in entries)
     return result
 
 

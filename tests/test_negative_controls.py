@@ -14,7 +14,8 @@ import dsv41_jax as ds
 import layer_by_layer
 from dsv41_jax import blocks, dspark, moe
 from dsv41_jax import hyper_connections as hc
-from dsv41_jax.cache import CachedBlock, zero_arrays
+from dsv41_jax.cache import zero_arrays
+from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.csa2 import Attention
 from dsv41_jax.norms import RMSNorm, rms_scale
 from dsv41_jax.runner import Runner
@@ -108,15 +109,15 @@ class QueryNorm(Attention):
 class InclusiveBound(CachedBlock):
     """An entry is visible one group too early."""
 
-    def visible(self, ratio):
-        return jnp.arange(self.entries[ratio]) <= ((self.positions + 1) // ratio)[..., None]
+    def visible(self, ratio, positions):
+        return jnp.arange(self.entries[ratio]) <= ((positions + 1) // ratio)[..., None]
 
 
 class OtherSourcesKeys(CachedBlock):
     """Index keys of the other source of the same ratio."""
 
-    def index_keys(self, state, ratio, slot):
-        return super().index_keys(state, ratio, 1 - slot)
+    def index_keys(self, state, ratio, slot, pages):
+        return super().index_keys(state, ratio, 1 - slot, pages)
 
 
 def test_nothing_wrong(model):
