@@ -1,6 +1,6 @@
 """The public model: prefill, decode, draft, loss, and text in and out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsv41_jax import evaluate
+from dsv41_jax import ced, chat, evaluate, text_calls
+from dsv41_jax.arguments import (
+    check_cache,
+    check_ids,
+    check_lengths,
+    check_max_len,
+    check_prompt_length,
+    check_segments,
+)
 from dsv41_jax.cache import Cache
 from dsv41_jax.checkpoint.names import by_released_name
 from dsv41_jax.config import ModelConfig
@@ -17,8 +25,7 @@ from dsv41_jax.image_input import ImageInput, check_images
 from dsv41_jax.layer_map import LayerShare, layer_map
 from dsv41_jax.runner import Runner, block_bucket, cache_bucket
 from dsv41_jax.sampling import SamplingOptions
-from dsv41_jax.token_loop import Request, check_ids, check_mode, make_request, token_loop
-from dsv41_jax.tokenizer import StreamDecoder, Tokenizer
+from dsv41_jax.tokenizer import Tokenizer
 
 DECODE_ROOM = 128
 
@@ -38,14 +45,17 @@ class Model:
 
     @property
     def config(self) -> ModelConfig:
+        """The facts of the model: frozen, hashable."""
         return self._runner.config
 
     @property
     def layer_map(self) -> tuple[LayerShare, ...]:
+        """Which layer reads whose main KV, index keys and selection: one entry a layer, backbone then draft blocks."""
         return layer_map(self.config)
 
     @property
     def params(self) -> dict[str, Any]:
+        """The parameters as a nested dict of arrays, in their storage formats."""
         return self._runner.params
 
     @property
@@ -69,32 +79,26 @@ class Model:
             lengths: int32 [B] real lengths (at least 1); None where every row is full.
             mode: "exact" runs all layers on all tokens.
             images: for each row the images of its prompt, in any order.
-            max_len: tokens the cache can hold; default: a power of two with room for at least 128 more.
+            max_len: tokens a row of the cache can hold; default: a power of two with room for at least 128 more, or
+                max_position_embeddings where that is less.
             all_logits: logits of every token.
 
         Returns:
             logits float32 [B, V] at each row's last token, or [B, T, V]; and the cache.
 
         Raises:
-            ValueError: anything about the arguments, before any computation.
+            ValueError: anything about the arguments, before any computation; image_token_id outside of the images is
+                one such. TypeError: images that are no `ImageInput`.
         """
-        check_mode(mode)
+        ced.check_mode(mode, self.config)
         ids = check_ids(self.config, token_ids, 2)
-        lengths = np.full(len(ids), ids.shape[1], np.int32) if lengths is None else np.asarray(lengths, np.int32)
-        if lengths.shape != (len(ids),) or (lengths < 1).any() or (lengths > ids.shape[1]).any():
-            raise ValueError(
-                f"lengths={lengths.tolist()}: one number from 1 to {ids.shape[1]} is needed for each of {len(ids)} rows"
-            )
-        limit = self.config.max_position_embeddings
+        check_prompt_length(self.config, ids.shape[1])
+        lengths = check_lengths(lengths, len(ids), ids.shape[1])
         if max_len is None:
-            max_len = min(cache_bucket(ids.shape[1] + DECODE_ROOM), limit)
-        if not ids.shape[1] <= max_len <= limit:
-            raise ValueError(
-                f"max_len={max_len}: it must hold the prompt of {ids.shape[1]} tokens and be at most "
-                f"max_position_embeddings={limit}"
-            )
+            max_len = min(cache_bucket(ids.shape[1] + DECODE_ROOM), self.config.max_position_embeddings)
+        max_len = check_max_len(self.config, max_len, ids.shape[1])
         checked = check_images(images, ids, lengths, self.config)
-        return self._runner.prefill(ids, lengths, checked, max_len, all_logits)
+        return ced.prefill(self._runner, ids, lengths, checked, max_len, mode, all_logits)
 
     def decode(self, cache: Cache, token_ids: np.ndarray) -> tuple[Array, Cache]:
         """Feed the next token, or the next few, of every row.
@@ -107,13 +111,13 @@ class Model:
             logits float32 [B, V] or [B, t, V], and the cache.
 
         Raises:
-            ValueError: bad ids or shape, or more tokens than the cache holds. RuntimeError: a spent cache.
+            ValueError: bad ids or shape, a cache of another model or numerics, or more tokens than the cache holds.
+                RuntimeError: a spent cache.
         """
         ids = check_ids(self.config, token_ids, (1, 2))
         several = ids.ndim == 2
         ids = ids if several else ids[:, None]
-        if len(ids) != len(cache.lengths):
-            raise ValueError(f"token_ids has {len(ids)} rows, the cache {len(cache.lengths)}")
+        check_cache(self.config, self._runner.numerics, cache, len(ids))
         t = ids.shape[1]
         padded = np.pad(ids, ((0, 0), (0, block_bucket(t) - t)), constant_values=self.config.pad_token_id)
         n_valid = np.full(len(ids), t, np.int32)
@@ -134,17 +138,19 @@ class Model:
             block].
 
         Raises:
-            ValueError: no draft blocks, nothing in the cache, bad ids, or a temperature without a key.
+            ValueError: no draft blocks, nothing in the cache, a cache of another model or numerics, bad ids, or a
+                temperature without a key.
         """
         if not self.config.n_draft:
             raise ValueError("this model has no draft blocks (num_nextn_predict_layers is 0)")
         ids = check_ids(self.config, token_ids, 1)
-        if len(ids) != len(cache.lengths) or (cache.lengths < 1).any():
-            raise ValueError("a draft needs one next token for each row of a cache that holds at least one token a row")
-        options = SamplingOptions(temperature=temperature)
-        if options.temperature > 0 and key is None:
-            raise ValueError("drafting at a temperature above 0 needs a PRNG key")
-        return self._runner.draft(cache, ids, options.temperature, jax.random.key(0) if key is None else key)
+        check_cache(self.config, self._runner.numerics, cache, len(ids))
+        if (cache.lengths < 1).any():
+            raise ValueError(f"a draft needs at least one token in each row of the cache: {cache.lengths.tolist()}")
+        temperature = SamplingOptions(temperature=temperature).temperature
+        if temperature > 0 and key is None:
+            raise ValueError(f"temperature={temperature}: drafting at a temperature above 0 needs a PRNG key")
+        return self._runner.draft(cache, ids, temperature, jax.random.key(0) if key is None else key)
 
     def loss(self, token_ids: np.ndarray, segment_ids: np.ndarray | None = None) -> Array:
         """Mean next-token cross-entropy in nats of the cacheless forward.
@@ -152,6 +158,9 @@ class Model:
         Args:
             token_ids: int32 [B, T]. segment_ids: int32 [B, T]; stretches of equal ids are samples of their own, without
                 targets across their borders. None: every row is one sample.
+
+        Raises:
+            ValueError: bad ids or segments, fewer than two tokens, or more than max_position_embeddings.
         """
         return evaluate.loss(*self._loss_arguments(token_ids, segment_ids), **self._static())
 
@@ -170,69 +179,12 @@ class Model:
         value, grads = evaluate.loss_and_grads(*self._loss_arguments(token_ids, segment_ids), **self._static())
         return value, by_released_name(grads, self.config)
 
-    def generate(
-        self,
-        prompts: str | Sequence[str],
-        max_new_tokens: int = 128,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        stop_ids: Sequence[int] = (),
-        prefill_mode: str = "exact",
-    ) -> str | list[str]:
-        """Continue text.
+    generate = text_calls.generate
+    stream = text_calls.stream
+    chat = chat.chat
 
-        Args:
-            prompts: a string, or several (run as one batch; a row's tokens do not depend on its neighbours).
-            max_new_tokens: most tokens to write for each.
-            temperature, top_k, top_p, seed: see `sampling.SamplingOptions`.
-            stop_ids: token ids that end a row besides the end-of-sequence token; neither is part of the text.
-
-        Returns:
-            the new text (without the prompt): a string for a string, a list for a list. A character whose last bytes
-            did not come before the end is left out.
-
-        Raises:
-            ValueError: bad options, an empty prompt, or a prompt that leaves no room.
-        """
-        single = isinstance(prompts, str)
-        texts = [prompts] if single else list(prompts)
-        if not texts:
-            return []
-        options = SamplingOptions(temperature, top_k, top_p, seed)
-        request = make_request(self.config, self._tokenizer(), texts, max_new_tokens, options, stop_ids, prefill_mode)
-        decoders = [StreamDecoder(self._tokenizer()) for _ in texts]
-        out = [""] * len(texts)
-        for row, token in token_loop(self, request):
-            out[row] += decoders[row].push(token)
-        return out[0] if single else out
-
-    def stream(
-        self,
-        prompt: str,
-        max_new_tokens: int = 128,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        stop_ids: Sequence[int] = (),
-        prefill_mode: str = "exact",
-    ) -> Iterator[str]:
-        """As `generate` for one prompt, in pieces of whole characters as they come. Options are checked at the call."""
-        options = SamplingOptions(temperature, top_k, top_p, seed)
-        request = make_request(
-            self.config, self._tokenizer(), [prompt], max_new_tokens, options, stop_ids, prefill_mode
-        )
-        return self._pieces(request)
-
-    def _pieces(self, request: Request) -> Iterator[str]:
-        decoder = StreamDecoder(self._tokenizer())
-        for _, token in token_loop(self, request):
-            if piece := decoder.push(token):
-                yield piece
-
-    def _tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer; ValueError where it has none."""
         if self.tokenizer is None:
             raise ValueError(
                 "this model's folder has no tokenizer.json: text calls need one, token calls (prefill, decode) do not"
@@ -246,11 +198,10 @@ class Model:
         ids = check_ids(self.config, token_ids, 2)
         if ids.shape[1] < 2:
             raise ValueError(f"token_ids has rows of {ids.shape[1]} tokens: a loss needs at least 2")
+        check_prompt_length(self.config, ids.shape[1])
         starts = None
         if segment_ids is not None:
-            segment_ids = np.asarray(segment_ids, np.int32)
-            if segment_ids.shape != ids.shape:
-                raise ValueError(f"segment_ids has shape {segment_ids.shape}, token_ids {ids.shape}")
+            segment_ids = check_segments(segment_ids, ids.shape)
             starts = segment_starts(segment_ids)
             if starts[:, 1:].all():
                 raise ValueError("segment_ids leave no sample of two tokens: there is nothing to predict")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dsv41_jax.arguments import check_whole, is_whole
 from dsv41_jax.config import ModelConfig, VisionConfig
 from dsv41_jax.image_plan import Grid, TokenType, span_length, span_token_types, vision_config
 
@@ -19,7 +20,8 @@ class ImageInput:
         start: index of the span's START in the token row, whose ids are already expanded.
 
     Raises:
-        ValueError: shapes that disagree, a negative start, integer or non-finite patches.
+        ValueError: shapes that disagree, a grid or start that is no whole number, a negative start, integer or
+            non-finite patches.
     """
 
     patches: np.ndarray
@@ -28,9 +30,11 @@ class ImageInput:
 
     def __post_init__(self) -> None:
         patches = np.asarray(self.patches)
-        grid = tuple(int(side) for side in self.grid)
-        if len(grid) != 2 or min(grid) < 1:
-            raise ValueError(f"image grid is (ViT rows, ViT columns), both positive, got {tuple(self.grid)}")
+        grid = tuple(self.grid)
+        if len(grid) != 2 or not all(is_whole(side) and side >= 1 for side in grid):
+            raise ValueError(f"image grid is (ViT rows, ViT columns), both positive, got {grid}")
+        grid = (int(grid[0]), int(grid[1]))
+        start = check_whole("image start", self.start, 0, 2**31 - 1)
         if patches.ndim != 4 or patches.shape[1] != 3 or patches.shape[2] != patches.shape[3]:
             raise ValueError(f"image patches have shape [n, 3, p, p], got {patches.shape}")
         if patches.shape[0] != grid[0] * grid[1]:
@@ -39,9 +43,7 @@ class ImageInput:
             raise ValueError(f"image patches are normalised floats, got {patches.dtype}; use preprocess_image")
         if not np.isfinite(patches.astype(np.float32)).all():
             raise ValueError("image patches hold NaN or infinity")
-        if int(self.start) < 0:
-            raise ValueError(f"image start is an index into the token row, got {self.start}")
-        for name, value in (("patches", patches), ("grid", grid), ("start", int(self.start))):
+        for name, value in (("patches", patches), ("grid", grid), ("start", start)):
             object.__setattr__(self, name, value)
 
     def end(self, config: VisionConfig) -> int:
@@ -68,22 +70,27 @@ def check_images(
 
     Raises:
         ValueError: the model takes no images, a row is missing, a patch size or span length the model does not take,
-            a span beyond its prompt, ids in a span that are not image_token_id, or spans that overlap.
+            a span beyond its prompt, ids in a span that are not image_token_id, image_token_id outside of the spans
+            (where the model takes images), or spans that overlap. TypeError: anything else than lists of `ImageInput`.
     """
     token_ids = np.asarray(token_ids)
-    if images is None:
-        return [[] for _ in token_ids]
+    images = [[] for _ in token_ids] if images is None else images
+    if not isinstance(images, list | tuple):
+        raise TypeError(f"images={images!r}: for each row a list of ImageInput is needed")
     if len(images) != len(token_ids):
         raise ValueError(f"images has {len(images)} rows, token_ids {len(token_ids)}: give a list a row, maybe empty")
     rows = []
     for row, ids in enumerate(token_ids):
+        own = images[row]
+        if not isinstance(own, list | tuple) or not all(isinstance(image, ImageInput) for image in own):
+            raise TypeError(f"images[{row}]={own!r}: a list of ImageInput is needed, maybe empty")
         length = len(ids) if lengths is None else int(lengths[row])
-        rows.append(_check_row(sorted(images[row], key=lambda image: image.start), ids[:length], config, row))
+        rows.append(_check_row(sorted(own, key=lambda image: image.start), ids[:length], config, row))
     return rows
 
 
 def _check_row(images: list[ImageInput], ids: np.ndarray, config: ModelConfig, row: int) -> list[ImageInput]:
-    previous_end = 0
+    previous_end, outside = 0, ids == config.image_token_id
     for image in images:
         vision, where = vision_config(config), f"row {row}: the image at {image.start}"
         if image.patches.shape[2] != vision.patch_size:
@@ -99,7 +106,13 @@ def _check_row(images: list[ImageInput], ids: np.ndarray, config: ModelConfig, r
         if wrong.size:
             at = image.start + int(wrong[0])
             raise ValueError(f"{where} covers id {ids[at]} at {at}, not image_token_id {config.image_token_id}")
+        outside[image.start : end] = False
         previous_end = end
+    if config.vision is not None and outside.any():  # to a model without images it is an id like any other
+        raise ValueError(
+            f"row {row}: token {int(np.flatnonzero(outside)[0])} is image_token_id {config.image_token_id} and in none "
+            f"of the row's {len(images)} images"
+        )
     return images
 
 

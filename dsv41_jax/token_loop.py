@@ -7,117 +7,173 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41_jax import ced
+from dsv41_jax.arguments import check_id_list, check_whole
+from dsv41_jax.completion import GeneratedToken, TokenLogprob
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.image_input import ImageInput
 from dsv41_jax.runner import cache_bucket
-from dsv41_jax.sampling import SamplingOptions, is_whole, sample
-from dsv41_jax.tokenizer import Tokenizer
+from dsv41_jax.sampling import (
+    TOP_LOGPROBS,
+    RowSettings,
+    SamplingOptions,
+    prompt_counts,
+    row_settings,
+    sample,
+    token_logprobs,
+)
+from dsv41_jax.stop_strings import check_stops
 
 if TYPE_CHECKING:
     from dsv41_jax.generate import Model
 
-PREFILL_MODES = ("exact",)
+DEFAULT_PREFILL_MODE = "ced"  # of text calls
 
 
-def check_mode(mode: str) -> None:
-    """Raise ValueError for an unknown prefill mode."""
-    if mode not in PREFILL_MODES:
-        raise ValueError(f"prefill mode {mode!r} is unknown; this version has: {', '.join(PREFILL_MODES)}")
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """Checked options of a text call besides the prompts.
 
-
-def check_ids(config: ModelConfig, token_ids: object, ndim: int | tuple[int, ...]) -> np.ndarray:
-    """Token ids as int32.
-
-    Raises:
-        ValueError: a wrong number of axes, no tokens, anything but whole numbers, or ids outside the vocabulary.
+    Attributes:
+        stop_ids: ids that end a row, the end-of-sequence token among them. stops: strings that end a row.
+        logprobs: how many likeliest tokens to report beside the chosen one; None for no log probabilities.
+        samples: how many texts are drawn for each prompt.
     """
-    ids = np.asarray(token_ids)
-    allowed = (ndim,) if isinstance(ndim, int) else ndim
-    if ids.ndim not in allowed or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        axes = " or ".join(map(str, allowed))
-        raise ValueError(f"token ids must be whole numbers in an array of {axes} axes, got {ids.dtype} {ids.shape}")
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise ValueError(f"token ids must lie in 0..{config.vocab_size - 1}, got {ids.min()}..{ids.max()}")
-    return ids.astype(np.int32)
+
+    max_new_tokens: int
+    sampling: SamplingOptions
+    stop_ids: frozenset[int]
+    stops: tuple[str, ...]
+    logprobs: int | None
+    samples: int
+    prefill_mode: str
+    speculate: bool
+
+
+def check_options(
+    config: ModelConfig,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingOptions,
+    stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
+    logprobs: int | None = None,
+    n: int = 1,
+    prefill_mode: str = DEFAULT_PREFILL_MODE,
+    speculate: bool = False,
+) -> TextOptions:
+    """Check the options of a text call; ValueError or TypeError names what is wrong."""
+    if prefill_mode == "ced" and not config.supports_ced:
+        prefill_mode = "exact"  # the same prompt without the saving
+    ced.check_mode(prefill_mode, config)
+    sampling.check_vocabulary(config.vocab_size)
+    if logprobs is not None:
+        check_whole("logprobs", logprobs, 0, TOP_LOGPROBS)
+    if not isinstance(speculate, bool):
+        raise TypeError(f"speculate={speculate!r}: True or False is needed")
+    if speculate and not config.n_draft:
+        raise ValueError("speculate=True: this model has no draft blocks (num_nextn_predict_layers is 0)")
+    return TextOptions(
+        max_new_tokens=check_whole("max_new_tokens", max_new_tokens, 1),
+        sampling=sampling,
+        stop_ids=frozenset(check_id_list(config, "stop_ids", stop_ids)) | {config.eos_token_id},
+        stops=check_stops(stop),
+        logprobs=logprobs,
+        samples=check_whole("n", n, 1, 1024),
+        prefill_mode=prefill_mode,
+        speculate=speculate,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Checked prompts and options.
+    """Prompts as a batch, and its options.
 
     Attributes:
         token_ids: int32 [rows, T], padded on the right; `rows` is a power of two. lengths: int32 [rows].
-        wanted: how many of the rows are asked for; the rest fill the bucket.
-        stops: ids that end a row. max_len: tokens a row of the cache holds.
+        wanted: how many of the rows are asked for (the samples of a prompt side by side); the rest fill the bucket.
+        settings: the options on the device, one row each.
+        images: for each row the images of its prompt, or None.
+        max_len: tokens a row of the cache holds.
     """
 
     token_ids: np.ndarray
     lengths: np.ndarray
     wanted: int
-    stops: frozenset[int]
-    max_new_tokens: int
+    settings: RowSettings
+    images: list[list[ImageInput]] | None
     max_len: int
-    options: SamplingOptions
-    prefill_mode: str
+    options: TextOptions
 
 
 def make_request(
     config: ModelConfig,
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    max_new_tokens: int,
-    options: SamplingOptions,
-    stop_ids: Sequence[int],
-    prefill_mode: str,
+    encoded: Sequence[Sequence[int]],
+    options: TextOptions,
+    images: Sequence[Sequence[ImageInput]] | None = None,
 ) -> Request:
-    """Check everything and tokenise; ValueError names what is wrong."""
-    check_mode(prefill_mode)
-    if not is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}: a whole number of at least 1 is needed")
-    stops = frozenset(check_ids(config, list(stop_ids), 1).tolist()) if len(stop_ids) else frozenset()
-    for i, text in enumerate(texts):
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"prompt {i} is {text!r}: a non-empty string is needed")
-    encoded = [tokenizer.encode(text, add_bos=True) for text in texts]
+    """A batch of tokenised prompts.
+
+    Raises:
+        ValueError: a prompt and its new tokens exceed the model's positions.
+    """
     longest, limit = max(map(len, encoded)), config.max_position_embeddings
-    if longest + max_new_tokens > limit:
+    if longest + options.max_new_tokens > limit:
         raise ValueError(
-            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed max_position_embeddings={limit}"
+            f"a prompt of {longest} tokens and max_new_tokens={options.max_new_tokens} exceed "
+            f"max_position_embeddings={limit}"
         )
-    rows = 1 << (len(texts) - 1).bit_length()
-    encoded += [encoded[0]] * (rows - len(texts))
+    samples = options.samples
+    wanted = len(encoded) * samples
+    rows = 1 << (wanted - 1).bit_length()
+    prompt_of = [row // samples if row < wanted else 0 for row in range(rows)]
     token_ids = np.full((rows, longest), config.pad_token_id, np.int32)
-    for row, ids in enumerate(encoded):
-        token_ids[row, : len(ids)] = ids
+    for row, prompt in enumerate(prompt_of):
+        token_ids[row, : len(encoded[prompt])] = encoded[prompt]
+    # The first sample of a prompt is the one that n=1 gives.
+    streams = [prompt + (row % samples << 16) for row, prompt in enumerate(prompt_of)]
     return Request(
         token_ids=token_ids,
-        lengths=np.array([len(ids) for ids in encoded], np.int32),
-        wanted=len(texts),
-        stops=stops | {config.eos_token_id},
-        max_new_tokens=int(max_new_tokens),
-        max_len=min(cache_bucket(longest + int(max_new_tokens)), limit),
+        lengths=np.array([len(encoded[prompt]) for prompt in prompt_of], np.int32),
+        wanted=wanted,
+        settings=row_settings([options.sampling] * rows, streams, config.vocab_size),
+        images=None if images is None else [list(images[prompt]) for prompt in prompt_of],
+        max_len=min(cache_bucket(longest + options.max_new_tokens), limit),
         options=options,
-        prefill_mode=prefill_mode,
     )
 
 
-def token_loop(model: "Model", request: Request) -> Iterator[tuple[int, int]]:
-    """(row, token) pairs in the order they are made; a row ends before its stop token."""
+def token_loop(model: "Model", request: Request, ended: set[int]) -> Iterator[GeneratedToken]:
+    """Tokens in the order they are made; a row ends before its stop token.
+
+    Args:
+        ended: rows that the caller has ended; the caller may add to it between tokens.
+    """
     options = request.options
-    settings = (
-        jnp.float32(options.temperature),
-        jnp.int32(model.config.vocab_size if options.top_k is None else min(options.top_k, model.config.vocab_size)),
-        jnp.float32(1.0 if options.top_p is None else options.top_p),
-        jnp.uint32(options.seed),
+    counts = prompt_counts(request.token_ids, request.lengths, model.config.vocab_size)
+    logits, cache = model.prefill(
+        request.token_ids, request.lengths, options.prefill_mode, request.images, max_len=request.max_len
     )
-    logits, cache = model.prefill(request.token_ids, request.lengths, request.prefill_mode, max_len=request.max_len)
     running = set(range(request.wanted))
-    for step in range(request.max_new_tokens):
-        tokens = np.asarray(sample(logits, *settings, jnp.int32(step)))
+    for step in range(options.max_new_tokens):
+        drawn, counts = sample(logits, request.settings, counts, jnp.full(len(request.lengths), step, jnp.int32))
+        tokens = np.asarray(drawn)
+        reported = None if options.logprobs is None else logprob_rows(logits, drawn, options.logprobs)
         for row in sorted(running):
-            if int(tokens[row]) in request.stops:
+            if int(tokens[row]) in options.stop_ids:
                 running.discard(row)
             else:
-                yield row, int(tokens[row])
-        if not running or step + 1 == request.max_new_tokens:
+                yield GeneratedToken(row, int(tokens[row]), None if reported is None else reported[row])
+        running -= ended
+        if not running or step + 1 == options.max_new_tokens:
             return
         logits, cache = model.decode(cache, tokens)
+
+
+def logprob_rows(logits: np.ndarray, tokens: np.ndarray, top: int) -> list[TokenLogprob]:
+    """Log probabilities of tokens [B] drawn from logits [B, V], with the `top` likeliest beside each."""
+    chosen, best, ids = map(np.asarray, token_logprobs(jnp.asarray(logits), jnp.asarray(tokens)))
+    return [
+        TokenLogprob(int(token), float(own), tuple(zip(row_ids[:top].tolist(), row_best[:top].tolist(), strict=True)))
+        for token, own, row_ids, row_best in zip(np.asarray(tokens), chosen, ids, best, strict=True)
+    ]

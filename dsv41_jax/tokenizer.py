@@ -15,6 +15,8 @@ from collections.abc import Iterable
 
 import tokenizers
 
+from dsv41_jax.arguments import check_text
+
 
 def _byte_of_char() -> dict[str, int]:
     """The byte-level alphabet: printable Latin-1 stands for itself, every other byte for a character from U+0100 up."""
@@ -92,7 +94,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
-        """Ids of plain text; control tokens spelled in it stay text. Raises ValueError for add_bos without a BOS id."""
+        """Ids of plain text; control tokens spelled in it stay text.
+
+        Raises TypeError for anything but a string, ValueError for lone surrogates, and for add_bos without a BOS id.
+        """
+        check_text("text", text, empty=True)
         ids = self._plain.encode(text, add_special_tokens=False).ids
         if not add_bos:
             return ids
@@ -111,6 +117,14 @@ class Tokenizer:
         if token_id is None:
             raise KeyError(f"this tokenizer has no token {name!r}")
         return token_id
+
+    def name(self, token_id: int) -> str:
+        """Spelling of a token by its id, the inverse of `token_id`; "" for an id that has none."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def is_control(self, name: str) -> bool:
+        """Whether there is a control token of this exact spelling."""
+        return self.backend.token_to_id(name) in self.control_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; none for an id that has no token (rows of the embedding can outnumber tokens)."""

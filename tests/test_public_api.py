@@ -11,6 +11,22 @@ import pytest
 import dsv41_jax as ds
 
 NOTHING = inspect.Parameter.empty
+TEXT_OPTIONS = {
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "seed": 0,
+    "stop": (),
+    "stop_ids": (),
+    "logprobs": None,
+    "n": 1,
+    "prefill_mode": "ced",
+    "speculate": False,
+}
 SIGNATURES = {
     ds.load: {
         "path": NOTHING,
@@ -22,16 +38,17 @@ SIGNATURES = {
         "implementation": "auto",
         "revision": None,
     },
-    ds.Model.generate: {
-        "prompts": NOTHING,
-        "max_new_tokens": 128,
+    ds.Model.generate: {"prompts": NOTHING, "max_new_tokens": 128, "temperature": 1.0} | TEXT_OPTIONS,
+    ds.Model.chat: {
+        "messages": NOTHING,
+        "thinking": "high",
+        "tools": None,
+        "tool_choice": "auto",
+        "stream": False,
+        "max_new_tokens": 512,
         "temperature": 1.0,
-        "top_k": None,
-        "top_p": None,
-        "seed": 0,
-        "stop_ids": (),
-        "prefill_mode": "exact",
-    },
+    }
+    | {name: default for name, default in TEXT_OPTIONS.items() if name != "n"},
     ds.Model.prefill: {
         "token_ids": NOTHING,
         "lengths": None,
@@ -61,7 +78,9 @@ def test_parameters_have_the_documented_names_and_defaults(function):
 def test_stream_takes_what_generate_takes():
     parameters = dict(inspect.signature(ds.Model.stream).parameters)
     assert {name: p.default for name, p in parameters.items() if name not in ("self", "prompt")} == {
-        name: default for name, default in SIGNATURES[ds.Model.generate].items() if name != "prompts"
+        name: default
+        for name, default in SIGNATURES[ds.Model.generate].items()
+        if name not in ("prompts", "logprobs", "n")
     }
     assert list(parameters)[1] == "prompt"
 
@@ -74,6 +93,8 @@ def test_names_of_the_package():
     )
     for name in ("config", "layer_map", "params"):
         assert isinstance(getattr(ds.Model, name), property)
+    for name, member in vars(ds.Model).items():
+        assert name.startswith("_") or inspect.getdoc(member), f"Model.{name} has no docstring"
     assert isinstance(ds.Cache.max_rewind, property)
     assert isinstance(ds.compilations(), int)
 
@@ -107,7 +128,17 @@ def test_importing_is_light():
     """No network, no other framework, no device taken, and not slow (processor time beyond JAX and Flax)."""
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    heavy = {"torch", "tensorflow", "transformers", "pandas", "huggingface_hub", "datasets", "pytest", "hypothesis"}
+    heavy = {
+        "deepseek_recipe",
+        "torch",
+        "tensorflow",
+        "transformers",
+        "pandas",
+        "huggingface_hub",
+        "datasets",
+        "pytest",
+        "hypothesis",
+    }
     assert not heavy & set(found["modules"])
     assert found["backends"] == 0
     assert found["seconds"] < 5

@@ -261,7 +261,16 @@ def test_images_that_do_not_fit_their_prompt_are_refused(images, message):
 
 def test_image_rows_and_text_only_models_are_checked():
     ids, image = np.full((2, 8), IMAGE_ID), ImageInput(zero_patches(), (4, 6), 0)
-    assert check_images(None, ids, None, TINY) == [[], []]
+    assert check_images(None, np.zeros_like(ids), None, TINY) == [[], []]
+    with pytest.raises(ValueError, match="row 0: token 0 is image_token_id 500 and in none of the row's 0 images"):
+        check_images(None, ids, None, TINY)
+    one_more = np.array([[IMAGE_ID] * 8 + [0, IMAGE_ID]])
+    with pytest.raises(ValueError, match="row 0: token 9 .*of the row's 1 images"):
+        check_images([[image]], one_more, None, TINY)
+    assert check_images([[image]], one_more, [9], TINY) == [[image]]  # padding may be any id
+    for bad in ([None, []], [image, image], [[], [None]], image):
+        with pytest.raises(TypeError, match="ImageInput"):
+            check_images(bad, np.zeros_like(ids), None, TINY)
     with pytest.raises(ValueError, match="images has 1 rows, token_ids 2"):
         check_images([[image]], ids, None, TINY)
     text_only = dataclasses.replace(TINY, vision=None)

@@ -1,0 +1,163 @@
+"""The tokens of an answer as reasoning, text and tool calls, while they come.
+
+`deepseek-recipe` parses text in which control tokens are spelled out. So that nothing the model spells with ordinary
+tokens can pass for one, control ids are handed to it in a spelling that no text has; those that mean nothing to it are
+removed by id.
+"""
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from dsv41_jax.chat_prompt import DSML, THINK_END, ChatPrompt
+from dsv41_jax.recipe import recipe
+from dsv41_jax.tokenizer import StreamDecoder, Tokenizer
+
+# The library's names of control tokens, all of which get a spelling that no text has.
+_NAMES = (
+    "bos eos thinking_start thinking_end system user assistant latest_reminder dsml image "
+    "ref ref_end box box_end point point_end polygon polygon_end"
+).split()
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatDelta:
+    """What one step of an answer adds.
+
+    Attributes:
+        content, reasoning: text to append. tool_calls: pieces of calls in OpenAI's shape: {"index", "id", "type",
+            "function": {"name", "arguments"}} at the beginning of a call, then {"index", "function": {"arguments"}}
+            with more of its arguments.
+        finish_reason, usage: in the last one only; see `chat.ChatMessage`.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    finish_reason: str | None = None
+    usage: dict[str, int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls or self.finish_reason)
+
+
+class AnswerParser:
+    """Incremental: tokens in, deltas out. How the tokens are cut into pushes makes no difference to the sum.
+
+    Attributes:
+        reasoning_tokens: tokens before the end of the reasoning.
+        problems: departures from the release's format, in words; the parse makes the best of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: ChatPrompt):
+        library = recipe()
+        nonce = secrets.token_hex(8)
+        spelling = {name: f"\ufdd0{name}{nonce}\ufdd0" for name in _NAMES}
+        self._spelling = {THINK_END: spelling["thinking_end"], DSML: spelling["dsml"]}
+        self._tokenizer = tokenizer
+        stages = library.ThinkingInitialStage
+        stage = None
+        if prompt.thinking and prompt.stage == "reasoning":
+            stage = stages.ReasoningContinuation if prompt.continues else stages.ReasoningStart
+        elif prompt.thinking and prompt.continues:
+            stage = stages.ContentContinuation
+        options = library.ParsingOptions(
+            starts_in_tool_calls=prompt.stage == "calls",
+            thinking_initial_stage=stage,
+            special_tokens=library.SpecialTokens(**spelling),
+        )
+        conversation = library.Conversation([library.UserMessage("")], thinking_mode=prompt.thinking)
+        request = library.ConversationRequest(conversation, library.ModelVersion.DeepseekV41Flash)
+        generator = library.ChatCompletionRequest.chunk_generator(request, "", "")
+        self._library, self._stream = library, library.StreamProcessor(generator, options)
+        self._control = {tokenizer.token_id(name): name for name in (THINK_END, DSML)}
+        self._decoder = StreamDecoder(tokenizer)
+        self._marker = ""  # a DSML token whose next character has not come
+        self._in_reasoning = stage is not None and prompt.stage == "reasoning"
+        self._arguments: dict[int, tuple[str, str]] = {}
+        self.reasoning_tokens = 0
+        self.problems: list[str] = []
+        self._read(self._stream.push(library.InferenceChunk.ready()))
+
+    def push(self, token_ids: Iterable[int]) -> ChatDelta:
+        """What these tokens make certain."""
+        text = "".join(map(self._spelled, token_ids))
+        return self._read(self._stream.push(self._library.InferenceChunk.text(text))) if text else ChatDelta()
+
+    def finish(self) -> ChatDelta:
+        """End of the answer: what was held back."""
+        chunks = []
+        if self._marker:
+            chunks += self._stream.push(self._library.InferenceChunk.text(self._marker))
+        chunks += self._stream.push(self._library.InferenceChunk.finish(self._library.InferenceFinishReason.Stop))
+        if not self._stream.finished:
+            chunks += self._stream.finish()
+        delta = self._read(chunks)
+        if self._in_reasoning:
+            self._problem("the reasoning did not end")
+        for name, arguments in self._arguments.values():
+            for problem in _argument_problems(name, arguments):
+                self._problem(problem)
+        return delta
+
+    def _spelled(self, token_id: int) -> str:
+        """One token as the parser reads it."""
+        self.reasoning_tokens += self._in_reasoning
+        name = self._control.get(token_id)
+        if name == DSML:
+            self._marker = self._spelling[DSML]  # until the next character tells whether it is a tag
+            return ""
+        if name == THINK_END:
+            if not self._in_reasoning:
+                self._problem(f"{THINK_END} came outside of reasoning")
+            self._in_reasoning = False
+            return self._spelling[THINK_END]
+        if token_id in self._tokenizer.control_ids:
+            self._problem(f"the control token {self._tokenizer.name(token_id)} came inside the answer")
+        text = self._decoder.push(token_id)
+        if not self._marker or not text:
+            return text
+        # The release's tags have a space after the marker; without one it is an older model's, and no call.
+        marker, self._marker = self._marker, ""
+        if not text.startswith(" "):
+            self._problem(f"{DSML} without a space after it is no tag of this model")
+            return text
+        if self._in_reasoning:
+            self._problem("tool calls came before the end of the reasoning")
+            self._in_reasoning = False
+        return marker + text
+
+    def _problem(self, text: str) -> None:
+        if text not in self.problems:
+            self.problems.append(text)
+
+    def _read(self, chunks: list) -> ChatDelta:
+        content, reasoning, calls = [], [], []
+        for chunk in chunks:
+            delta = json.loads(chunk.to_json())["choices"][0]["delta"]
+            content.append(delta.get("content") or "")
+            reasoning.append(delta.get("reasoning_content") or "")
+            for call in delta.get("tool_calls") or ():
+                function = call["function"]
+                name, arguments = self._arguments.get(call["index"], (function.get("name", ""), ""))
+                self._arguments[call["index"]] = name, arguments + function.get("arguments", "")
+                calls.append(call)
+        return ChatDelta("".join(content), "".join(reasoning), tuple(calls))
+
+
+def _argument_problems(name: str, arguments: str) -> list[str]:
+    found = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key in {key for key, _ in items}:
+            if sum(key == other for other, _ in items) > 1:
+                found.append(f"the call of {name} has the parameter {key!r} twice")
+        return dict(items)
+
+    try:
+        json.loads(arguments, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        found.append(f"the arguments of the call of {name} are no JSON: {error}")
+    return found
