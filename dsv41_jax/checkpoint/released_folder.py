@@ -12,8 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from dsv41_jax.checkpoint.manifest import manifest
-from dsv41_jax.checkpoint.names import canonical
+from dsv41_jax.checkpoint.census import take_census
 from dsv41_jax.checkpoint.safetensors_file import (
     CheckpointError,
     TensorEntry,
@@ -106,7 +105,8 @@ def _indexed_entries(folder: Path) -> list[TensorEntry]:
     return entries
 
 
-def _all_entries(folder: Path) -> list[TensorEntry]:
+def all_entries(folder: Path) -> list[TensorEntry]:
+    """Every tensor in the files of a folder. CheckpointError if the files are not whole, or contradict the index."""
     if (folder / INDEX_FILE).is_file():
         return _indexed_entries(folder)
     if not (folder / SINGLE_FILE).is_file():
@@ -120,45 +120,6 @@ def _all_entries(folder: Path) -> list[TensorEntry]:
         f"Remove them, or fetch {INDEX_FILE}.",
     )
     return list(read_header(folder / SINGLE_FILE)[0].values())
-
-
-def _check_against_manifest(
-    folder: Path, config: ModelConfig, found: Iterable[TensorEntry]
-) -> tuple[dict[str, TensorEntry], list[str]]:
-    """{released name: entry} for exactly the tensors `config` implies, and the names ignored."""
-    entries: dict[str, TensorEntry] = {}
-    ignored, problems = [], []
-    for entry in found:
-        name = canonical(entry.name)
-        if name is None:
-            ignored.append(entry.name)
-        elif name in entries:
-            other = entries[name]
-            problems.append(
-                f"{entry.name} in {entry.file.name}: a second {name}; the first is {other.name} in {other.file.name}"
-            )
-        else:
-            entries[name] = entry
-    expected = manifest(config)
-    for name, spec in expected.items():
-        entry, shape = entries.get(name), spec.shape
-        if entry is None:
-            problems.append(f"{name}: missing; config.json implies {spec.dtype} {list(shape)}")
-        elif entry.shape != shape:
-            problems.append(
-                f"{name} in {entry.file.name}: shape {list(entry.shape)}, but config.json implies {list(shape)}"
-            )
-        elif entry.dtype != spec.dtype:
-            problems.append(
-                f"{name} in {entry.file.name}: dtype {entry.dtype}, but the released format has {spec.dtype}"
-            )
-    problems += [
-        f"{e.name} in {e.file.name}: unexpected; config.json implies no such tensor"
-        for n, e in entries.items()
-        if n not in expected
-    ]
-    complain(folder, problems, "Use the config.json and tensor files of one released-format checkpoint.")
-    return {name: entries[name] for name in expected}, ignored
 
 
 @dataclass(frozen=True)
@@ -188,8 +149,10 @@ class ReleasedFolder:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
         config = read_config(folder)
-        entries, ignored = _check_against_manifest(folder, config, _all_entries(folder))
-        return cls(folder, config, entries, tuple(ignored))
+        census = take_census(config, all_entries(folder))
+        advice = "Use the config.json and tensor files of one released-format checkpoint."
+        complain(folder, [problem.text for problem in census.problems], advice)
+        return cls(folder, config, census.entries, census.ignored)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in its released form."""
