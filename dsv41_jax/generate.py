@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsv41_jax import ced, chat, evaluate, text_calls
+from dsv41_jax import ced, chat, next_token_loss, text_calls
 from dsv41_jax.arguments import (
     check_cache,
     check_ids,
@@ -162,7 +162,7 @@ class Model:
         Raises:
             ValueError: bad ids or segments, fewer than two tokens, or more than max_position_embeddings.
         """
-        return evaluate.loss(*self._loss_arguments(token_ids, segment_ids), **self._static())
+        return next_token_loss.loss(*self._loss_arguments(token_ids, segment_ids), **self._static())
 
     def loss_and_grads(
         self, token_ids: np.ndarray, segment_ids: np.ndarray | None = None
@@ -176,7 +176,7 @@ class Model:
             raise ValueError(f'gradients need numerics="float32", this model was loaded with {self.numerics!r}')
         if self._runner.tables:
             raise ValueError('gradients need engram="device": tables in host memory or in the file are not parameters')
-        value, grads = evaluate.loss_and_grads(*self._loss_arguments(token_ids, segment_ids), **self._static())
+        value, grads = next_token_loss.loss_and_grads(*self._loss_arguments(token_ids, segment_ids), **self._static())
         return value, by_released_name(grads, self.config)
 
     generate = text_calls.generate

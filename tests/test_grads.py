@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dsv41_jax as ds
-from dsv41_jax import evaluate
+from dsv41_jax import next_token_loss
 from fast_compile import fast_compile
 from tiny_golden import recording
 
@@ -24,9 +24,9 @@ def model(tiny) -> Iterator[ds.Model]:
     """Tiny model A in float32; its loss programs compile fast."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("loss", "loss_and_grads"):
-            body = getattr(evaluate, name).__wrapped__
+            body = getattr(next_token_loss, name).__wrapped__
             program = jax.jit(body, static_argnames=("config", "numerics"), compiler_options=fast_compile())
-            patch.setattr(evaluate, name, program)
+            patch.setattr(next_token_loss, name, program)
         yield tiny("float32")
 
 
