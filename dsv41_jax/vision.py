@@ -270,11 +270,6 @@ def embed_span(params: dict, image: ImageInput, config: ModelConfig, numerics: N
     return _embed_span({k: params[k] for k in SPAN_PARAMS}, patches, tables, vision, config.hidden_size, numerics)
 
 
-def embed_image(params: dict, image: ImageInput, config: ModelConfig, numerics: Numerics) -> Array:
-    """The span of an image without padding: [rows * (columns + 1) + 2, D]. See `embed_span`."""
-    return embed_span(params, image, config, numerics)[: span_length(image.grid, vision_config(config))]
-
-
 @jax.jit
 def place_span(embeds: Array, span: Array, row: Array, start: Array, length: Array) -> Array:
     """Write the first `length` rows of span [S, D] over embeds [B, T, D] at embeds[row, start:].

@@ -108,6 +108,11 @@ def assert_bf16_close(ours, theirs) -> None:
     assert np.mean(np.asarray(ours) == np.asarray(theirs)) >= 0.97
 
 
+def embed_image(params, image, config, numerics):
+    """The span of an image without padding: [rows * (columns + 1) + 2, D]."""
+    return vision.embed_span(params, image, config, numerics)[: image_plan.span_length(image.grid, config.vision)]
+
+
 def image_rows(span, grid) -> np.ndarray:
     return np.asarray(span)[image_plan.span_token_types(grid, TINY.vision) == image_plan.TokenType.IMAGE]
 
@@ -320,11 +325,11 @@ def test_each_stage_on_recorded_inputs(golden, unit_params, name):
 def test_tower_and_aligner_equal_the_golden_rows(golden, unit_params, name):
     image = ImageInput(golden[f"{name}.patches"], GRIDS[name], 0)
     for numerics in (RELEASED, NOQUANT):
-        rows = image_rows(vision.embed_image(unit_params, image, UNIT, numerics), image.grid)
+        rows = image_rows(embed_image(unit_params, image, UNIT, numerics), image.grid)
         assert rows.dtype == ml_dtypes.bfloat16
         assert relative_rms(rows, golden[f"{name}.aligner"]) <= END_TO_END
         assert relative_rms(rows, golden[f"{name}.aligner_fp32"]) <= 0.015
-    rows = image_rows(vision.embed_image(to_numerics(unit_params, FLOAT32), image, UNIT, FLOAT32), image.grid)
+    rows = image_rows(embed_image(to_numerics(unit_params, FLOAT32), image, UNIT, FLOAT32), image.grid)
     assert rows.dtype == np.float32
     np.testing.assert_allclose(rows, golden[f"{name}.aligner_fp32"], atol=1e-4, rtol=0)
 
@@ -337,7 +342,7 @@ def test_prompt_embeddings_equal_the_golden_ones(prompt, tiny_params, mode, nume
     for i in range(2):
         rows, columns, start = prompt[f"image{i}.grid_start"]
         images.append(ImageInput(prompt[f"image{i}.patches"], (rows, columns), start))
-        aligned = image_rows(vision.embed_image(params, images[i], TINY, numerics), images[i].grid)
+        aligned = image_rows(embed_image(params, images[i], TINY, numerics), images[i].grid)
         assert relative_rms(aligned, prompt[f"{mode}.image{i}.aligner"]) <= (5e-3 if mode == "ref" else 1e-5)
     images = check_images([images, []], np.concatenate([ids, ids]), None, TINY)
     text = jnp.asarray(params["embed"]["weight"])[np.concatenate([ids, ids])]
@@ -355,7 +360,7 @@ def test_a_span_can_be_placed_chunk_by_chunk(prompt, tiny_params, chunk):
     image = ImageInput(prompt["image0.patches"], (rows, columns), start)
     span = vision.embed_span(tiny_params, image, TINY, RELEASED)
     whole = np.zeros((1, 41, 128), ml_dtypes.bfloat16)
-    whole[0, start : image.end(TINY.vision)] = vision.embed_image(tiny_params, image, TINY, RELEASED)
+    whole[0, start : image.end(TINY.vision)] = embed_image(tiny_params, image, TINY, RELEASED)
     pieces = [
         vision.place_span(jnp.zeros((1, min(chunk, 41 - at), 128), jnp.bfloat16), span, 0, start - at, 10)
         for at in range(0, 41, chunk)
@@ -452,7 +457,7 @@ def test_a_wrong_component_is_seen(golden, unit_params, path, change):
         node = node[key]
     node[path[-1]] = change(node[path[-1]])
     image = ImageInput(golden["g5x7.patches"], (5, 7), 0)
-    rows = image_rows(vision.embed_image(params, image, UNIT, RELEASED), image.grid)
+    rows = image_rows(embed_image(params, image, UNIT, RELEASED), image.grid)
     assert relative_rms(rows, golden["g5x7.aligner"]) > 0.015
 
 
