@@ -1,5 +1,6 @@
 """Writing the released format: equal bytes where stored forms are kept, equal values where weights are quantised."""
 
+import importlib.resources
 import json
 import math
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from dsv41_jax import quant
 from dsv41_jax.checkpoint import save_released as module
+from dsv41_jax.checkpoint.manifest import DTYPE_BYTES
 from dsv41_jax.checkpoint.names import flatten, name_map, nest
 from dsv41_jax.checkpoint.released import CheckpointError, ReleasedFolder, load_params, save_released
 from dsv41_jax.checkpoint.storage import Storage, param_leaves
@@ -94,6 +97,48 @@ def test_shards_and_index(source, stored, released, tmp_path):
     assert not (tmp_path / "out/tokenizer.json").exists()
     again = load_params(ReleasedFolder.open(tmp_path / "out"), RELEASED)
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, t) for t in (again, released)))
+
+
+def header_of(path):
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), 8 + length, len(raw)
+
+
+@pytest.mark.parametrize("model", ["tiny", "demo"])
+@pytest.mark.parametrize("shard_bytes", [1 << 40, 1_000_000])
+def test_load_and_save_keep_bytes_and_conventions(source, model, shard_bytes, tmp_path):
+    """Every tensor's bytes; the format's own library reads the files; headers and index as the release has them."""
+    if model == "demo":
+        source = ReleasedFolder.open(importlib.resources.files("dsv41_jax") / "demo_model")
+    save_released(
+        load_params(source, RELEASED), source.config, tmp_path / "out", source=source, shard_bytes=shard_bytes
+    )
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 3) == (shard_bytes == 1_000_000)
+    found = {}
+    for file in files:
+        header, start, size = header_of(file)
+        assert header.pop("__metadata__") == {"format": "pt"} and start % 8 == 0
+        end = 0
+        for name, entry in header.items():  # back to back, in header order, aligned
+            begin, stop = entry["data_offsets"]
+            assert begin == end and begin % DTYPE_BYTES[entry["dtype"]] == 0, name
+            end = stop
+        assert start + end == size
+        with safe_open(file, "np") as opened:
+            assert set(opened.keys()) == set(header) and opened.metadata() == {"format": "pt"}
+        found |= read_safetensors(file)
+    assert_same_bytes(found, {name: source.read(name) for name in source.entries})
+    if len(files) == 1:
+        assert not (tmp_path / "out/model.safetensors.index.json").exists()
+        assert model == "tiny" or files[0].read_bytes() == (source.path / "model.safetensors").read_bytes()
+        return
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert list(index) == ["metadata", "weight_map"] and list(index["metadata"]) == ["total_size"]
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    assert [f.name for f in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert index["weight_map"].keys() == found.keys()
 
 
 @pytest.mark.parametrize("form", ["float32", "fp8", "bf16"])
