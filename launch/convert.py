@@ -3,8 +3,8 @@
 python launch/convert.py DeepSeek-V4.1-Flash flash-orbax --to=orbax
 python launch/convert.py flash-orbax flash-again --to=released
 
-One process, no accelerator. Host memory: the model without its Engram tables (308 GB for the released checkpoint), and
-up to 96 GB more on the way back. DST appears under its name only when complete.
+One process, no accelerator. Host memory: the model without its Engram tables (308 GB for the released checkpoint) and
+the largest weight once more (96 GB), or 2 GB if that is less. DST appears under its name only when complete.
 """
 
 from __future__ import annotations

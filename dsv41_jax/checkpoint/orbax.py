@@ -55,8 +55,8 @@ def save_orbax(
 ) -> None:
     """Write `params` as an Orbax folder, in storage form (FP8 and FP4 with scales) whatever form they come in.
 
-    Memory: params that are in storage form already are written from where they are; others are converted first, which
-    takes the stored size once more. Engram tables pass through in blocks.
+    Memory: params that are in storage form already are written from where they are, a few leaves at a time; others are
+    converted first, which takes the stored size once more. Engram tables pass through in blocks.
 
     Args:
         params: the pytree of `load_params`, in any numerics and expert storage, or float master weights. Every leaf
@@ -85,9 +85,12 @@ def save_orbax(
             reader = TensorReader(names, leaves, source, None)
             specs = [names.specs[name] for name in tables]
             write_file(partial / ENGRAM_FILE, [(s.name, s.dtype, s.shape) for s in specs], reader.blocks)
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            args = nest({path: _save_args(names, path) for path in stored})
-            checkpointer.save(partial / PARAMS_FOLDER, nest(stored), save_args=args)
+        args = nest({path: _save_args(names, path) for path in stored})
+        # Leaves are copied while they are written; without a limit that would be all of them at once.
+        largest = max(leaf.nbytes for leaf in stored.values())
+        handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=1 + largest // 10**9)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(partial / PARAMS_FOLDER, ocp.args.PyTreeSave(nest(stored), save_args=args))
         config.write(partial)
         copy_text_files(partial, source, tokenizer)
         write_token_map(partial, config, token_map)
