@@ -1,8 +1,8 @@
 """Conversion of a model's folder between the released format and an Orbax folder, in one process.
 
 Host memory: all parameters in their stored forms but the Engram tables, which pass through in blocks (for the released
-checkpoint 308 GB of 510 GB), plus the leaves that Orbax is reading or writing: 1 to 2 GB, or the largest weight with its
-scale if that is more (96 GB in the released checkpoint). Disk: the size of the model, beside the source.
+checkpoint 308 GB of 510 GB), plus the leaves that Orbax is reading or writing: 1 to 2 GB, or the largest weight with
+its scale if that is more (96 GB in the released checkpoint). Disk: the size of the model, beside the source.
 """
 
 import os
