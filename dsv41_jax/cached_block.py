@@ -22,13 +22,10 @@ from dsv41_jax.layer_plan import Run, source_ratios
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.pages import PageLayout
 from dsv41_jax.rope import angles, layer_frequencies
+from dsv41_jax.tiles import TEMPORARY_BYTES, largest_tile
 
-TEMPORARY_BYTES = 256 << 20
-
-
-def largest_tile(count: int, limit: float) -> int:
-    """The largest divisor of `count` that is at most `limit`, at least 1."""
-    return max((n for n in range(1, count + 1) if count % n == 0 and n <= limit), default=1)
+# Fewer queries to a tile than these (or the window) save nothing: their windows overlap.
+_WINDOW_TILE = 64
 
 
 class CachedBlock:
@@ -211,16 +208,20 @@ class CachedBlock:
 
         b, _, heads, dim = q.shape
         chosen = 0 if selection is None else selection.shape[-1]
-        # Per query: gathered words, values and scales; logits and probabilities; the window's keys are shared.
-        query_bytes = 4 * b * (4 * chosen * dim + 3 * heads * (chosen + width) + 3 * heads * dim)
-        return self._by_tiles(tile, query_bytes, jnp.arange(self.t), q, selection, first=True)
+        most = max(_WINDOW_TILE, width)  # a tile scores the windows of all its queries
+        # Per query: gathered words, values and scales; logits and probabilities.
+        query_bytes = 4 * b * (4 * chosen * dim + 3 * heads * (chosen + width + most) + 3 * heads * dim)
+        return self._by_tiles(tile, query_bytes, jnp.arange(self.t), q, selection, first=True, most=most)
 
-    def _by_tiles(self, run: Callable, query_bytes: int, *inputs: Array | None, first: bool = False) -> Any:
-        """`run` on tiles of the query axis (axis 1 of the inputs), as many queries as the byte budget allows.
+    def _by_tiles(
+        self, run: Callable, query_bytes: int, *inputs: Array | None, first: bool = False, most: int | None = None
+    ) -> Any:
+        """`run` on tiles of the query axis (axis 1 of the inputs), as many queries as the byte budget (and `most`)
+        allows.
 
         With `first`, the first input is arange(t) and a tile gets its first number.
         """
-        tile = largest_tile(self.t, self.temporary_bytes / 2 / query_bytes)
+        tile = largest_tile(self.t, min(self.temporary_bytes / 2 / query_bytes, most or self.t))
         if tile == self.t:
             return run(inputs[0][0] if first else inputs[0], *inputs[1:])
 

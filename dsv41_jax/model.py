@@ -11,7 +11,7 @@ from dsv41_jax import dspark
 from dsv41_jax import hyper_connections as hc
 from dsv41_jax.blocks import Params, compressor_module
 from dsv41_jax.cache import CacheArrays
-from dsv41_jax.cached_block import TEMPORARY_BYTES, CachedBlock
+from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import gather_rows
 from dsv41_jax.layer_loop import LayerLoop, pick, unstack
@@ -19,6 +19,7 @@ from dsv41_jax.layer_plan import layer_plan, sources_of_ratio
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, project_rows
 from dsv41_jax.packed import PackedSamples
+from dsv41_jax.tiles import TEMPORARY_BYTES
 
 
 def embed(

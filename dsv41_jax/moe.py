@@ -11,6 +11,7 @@ from jax import Array
 from dsv41_jax import quant
 from dsv41_jax.linear import weight_matrix
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
+from dsv41_jax.tiles import TEMPORARY_BYTES
 
 _SCORES = {
     "sqrtsoftplus": lambda s: jnp.sqrt(jax.nn.softplus(s)),
@@ -120,8 +121,21 @@ class MoE(nn.Module):
         source = jnp.full(slots, n, jnp.int32).at[position].set(token, mode="drop", unique_indices=True)
         tiled = jnp.concatenate([rows, jnp.zeros((1, d), rows.dtype)])[source].reshape(-1, height, d)
         tiled_weights = jnp.zeros(slots, jnp.float32).at[position].set(weights, mode="drop", unique_indices=True)
-        out = self._expert(tiled, self.experts(d), tiled_weights.reshape(-1, height, 1), "fp4", tile_expert)
-        return out.reshape(slots, d)[position]
+        inputs = (tiled, tiled_weights.reshape(-1, height, 1), tile_expert)
+        leaves = self.experts(d)
+
+        def run(x: Array, weight: Array, expert: Array) -> Array:
+            return self._expert(x, leaves, weight, "fp4", expert)
+
+        # Each tile has its own copy of a matrix, widened; a few tiles at a time keep them inside the budget.
+        tiles = tile_expert.shape[0]
+        together = max(1, TEMPORARY_BYTES // 4 // (2 * 4 * d * self.inter))
+        if together >= tiles:
+            return run(*inputs).reshape(slots, d)[position]
+        steps = -(-tiles // together)
+        padded = [jnp.pad(x, [(0, steps * together - tiles)] + [(0, 0)] * (x.ndim - 1)) for x in inputs]
+        out = jax.lax.map(lambda parts: run(*parts), [x.reshape(steps, together, *x.shape[1:]) for x in padded])
+        return out.reshape(-1, d)[position]
 
     def _expert(
         self, x: Array, leaves: dict, weight: Array | None, stored_as: str, tile_expert: Array | None = None
