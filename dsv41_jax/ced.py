@@ -100,23 +100,28 @@ def read_row(
     if runner.hasher is not None:
         mask = None if prompt.image_mask is None else prompt.image_mask[None]
         rows = runner.hasher(prompt.ids[None], mask)[0]
-    pieces = []
-    for layers, first, stop in reading.blocks(size):
 
-        def padded(x: np.ndarray | None, axis: int = 0, fill: int = 0, first: int = first, stop: int = stop):
-            if x is None:
-                return None
-            part = np.moveaxis(np.moveaxis(x, axis, 0)[first:stop], 0, axis)
-            pad = [(0, size - (stop - first)) if i == axis else (0, 0) for i in range(x.ndim)]
-            return np.pad(part, pad, constant_values=fill)
+    def part(x: np.ndarray | None, block: tuple[str, int, int], axis: int = 0, fill: int = 0) -> np.ndarray | None:
+        """A block of x along an axis, padded to the static length."""
+        if x is None:
+            return None
+        taken = np.take(x, np.arange(block[1], block[2]), axis)
+        pad = [(0, size - taken.shape[axis]) if i == axis else (0, 0) for i in range(x.ndim)]
+        return np.pad(taken, pad, constant_values=fill)
 
+    pieces, blocks = [], list(reading.blocks(size))
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        layers, first, stop = block
+        memory = runner.engram_input(part(rows, block, axis=2))
+        if after is not None and rows is not None:
+            runner.announce_engram(part(rows, after, axis=2))
         logits, arrays = runner.step(
             arrays,
-            padded(prompt.ids, fill=runner.config.pad_token_id)[None],
+            part(prompt.ids, block, fill=runner.config.pad_token_id)[None],
             np.array([first]),
             np.array([stop - first]),
-            runner.engram_input(padded(rows, axis=2)),
-            *(None if x is None else padded(x)[None] for x in (prompt.image_mask, prompt.image_embeds)),
+            memory,
+            *(None if x is None else part(x, block)[None] for x in (prompt.image_mask, prompt.image_embeds)),
             row=row,
             write_floor=np.array([write_floor]),
             layers=layers,

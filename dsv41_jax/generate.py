@@ -21,6 +21,7 @@ from dsv41_jax.cache import Cache
 from dsv41_jax.checkpoint.names import by_released_name
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import segment_starts
+from dsv41_jax.engram_prefetch import EngramStats
 from dsv41_jax.image_input import ImageInput, check_images
 from dsv41_jax.layer_map import LayerShare, layer_map
 from dsv41_jax.runner import Runner, block_bucket, cache_bucket
@@ -77,14 +78,16 @@ class Model:
         Args:
             token_ids: int32 [B, T], image spans already expanded; padded on the right where rows are ragged.
             lengths: int32 [B] real lengths (at least 1); None where every row is full.
-            mode: "exact" runs all layers on all tokens.
+            mode: "exact" runs all layers on all tokens. "ced" runs the decoder on the last W tokens only, W the sliding
+                window: half the work, and what the released model was trained for.
             images: for each row the images of its prompt, in any order.
             max_len: tokens a row of the cache can hold; default: a power of two with room for at least 128 more, or
                 max_position_embeddings where that is less.
             all_logits: logits of every token.
 
         Returns:
-            logits float32 [B, V] at each row's last token, or [B, T, V]; and the cache.
+            logits float32 [B, V] at each row's last token, or [B, T, V] (NaN where there are none: past a row's length
+            and, in "ced" mode, before its last W tokens); and the cache.
 
         Raises:
             ValueError: anything about the arguments, before any computation; image_token_id outside of the images is
@@ -99,6 +102,31 @@ class Model:
         max_len = check_max_len(self.config, max_len, ids.shape[1])
         checked = check_images(images, ids, lengths, self.config)
         return ced.prefill(self._runner, ids, lengths, checked, max_len, mode, all_logits)
+
+    def resume(
+        self,
+        cache: Cache,
+        row: int,
+        prefix_pages: Sequence[int],
+        hit: int,
+        token_ids: np.ndarray,
+        images: Sequence[ImageInput] = (),
+        own_pages: Sequence[int] | None = None,
+        all_logits: bool = False,
+    ) -> tuple[Array, Cache]:
+        """Start a row of the cache anew with a prompt whose first `hit` tokens are in pages already; see `ced.resume`.
+
+        Example: row 1 continues what row 0 has read: `resume(cache, 1, cache.pages(0)[: -(-hit // 128)], hit, ids)`.
+        """
+        ids = check_ids(self.config, token_ids, 1)
+        check_cache(self.config, self._runner.numerics, cache, len(cache.lengths))
+        [checked] = check_images([images], ids[None], np.array([len(ids)]), self.config)
+        return ced.resume(self._runner, cache, row, prefix_pages, hit, ids, checked, own_pages, all_logits)
+
+    @property
+    def engram_stats(self) -> dict[int, EngramStats]:
+        """By Engram layer whose table is off the device: rows asked for, hit rate, bytes read and kept."""
+        return {layer: table.stats for layer, table in self._runner.tables.items()}
 
     def decode(self, cache: Cache, token_ids: np.ndarray) -> tuple[Array, Cache]:
         """Feed the next token, or the next few, of every row.
@@ -122,7 +150,9 @@ class Model:
         padded = np.pad(ids, ((0, 0), (0, block_bucket(t) - t)), constant_values=self.config.pad_token_id)
         n_valid = np.full(len(ids), t, np.int32)
         logits, cache = self._runner.extend(cache, padded, n_valid, all_logits=several)
-        return (logits[:, :t] if several else logits), cache
+        if padded.shape != ids.shape:  # cut on the host: a slice on the device would be compiled for every t
+            logits = jnp.asarray(np.asarray(logits)[:, :t])
+        return logits, cache
 
     def draft(
         self, cache: Cache, token_ids: np.ndarray, temperature: float = 0, key: Array | None = None

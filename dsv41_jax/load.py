@@ -14,6 +14,7 @@ from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.checkpoint.released import check_choices, load_params
 from dsv41_jax.checkpoint.save_released import TOKEN_MAP_FILE
 from dsv41_jax.engram_hash import EngramHasher
+from dsv41_jax.engram_prefetch import PrefetchingTable
 from dsv41_jax.generate import Model
 from dsv41_jax.runner import Runner
 from dsv41_jax.token_map import compressed_token_map
@@ -21,6 +22,7 @@ from dsv41_jax.tokenizer import Tokenizer
 
 _LARGE = 1 << 30
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.safetensors)(?<!\.json)", re.ASCII)
+_HOT_BYTES = {"host": 0, "mmap": 256 << 20}
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
@@ -33,6 +35,7 @@ def load(
     token_map: np.ndarray | None = None,
     implementation: str = "auto",
     revision: str | None = None,
+    engram_hot_bytes: int | None = None,
 ) -> Model:
     """Load a model.
 
@@ -47,6 +50,8 @@ def load(
         token_map: int array [vocab], raw id -> Engram id, for folders with neither tokenizer.json nor token_map.npy.
         implementation: "auto" or "reference" (plain jax.numpy, which "auto" means in this version).
         revision: of a hub id: a branch, tag or commit.
+        engram_hot_bytes: memory for the hot rows of each Engram table that is read from the file; default 256 MiB, and
+            0 for tables in host memory, which need none.
 
     Returns:
         the `Model`.
@@ -74,7 +79,11 @@ def load(
             token_map = _token_map(folder, tokenizer)
         hasher = EngramHasher(config, token_map)
         if engram != "device":
-            tables = {layer: source.engram_table(layer, engram, chosen.dtype) for layer in config.engram_layer_ids}
+            hot = _HOT_BYTES[engram] if engram_hot_bytes is None else engram_hot_bytes
+            tables = {
+                layer: PrefetchingTable(source.engram_table(layer, engram, chosen.dtype), hot)
+                for layer in config.engram_layer_ids
+            }
     total = sum(entry.nbytes for entry in source.entries.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {folder.name}", disable=total < _LARGE) as bar:
         params = load_params(

@@ -18,7 +18,7 @@ from dsv41_jax.blocks import Params
 from dsv41_jax.cache import MAX_REWIND, Cache, CacheArrays, put_row, take_row, zero_arrays
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import DEAD, EngramHasher
-from dsv41_jax.engram_tables import EngramTable
+from dsv41_jax.engram_prefetch import PrefetchingTable
 from dsv41_jax.numerics import Numerics
 
 _SMALLEST_BLOCK = 16
@@ -118,7 +118,7 @@ class Runner:
         numerics: Numerics,
         params: Params,
         hasher: EngramHasher | None,
-        tables: Mapping[int, EngramTable],
+        tables: Mapping[int, PrefetchingTable],
     ):
         self.config, self.numerics, self.params = config, numerics, params
         self.hasher, self.tables = hasher, dict(tables)
@@ -239,6 +239,12 @@ class Runner:
             value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i]
             memory[f"l{layer}"] = jnp.asarray(value)
         return memory
+
+    def announce_engram(self, rows: np.ndarray) -> None:
+        """Let the tables off the device read the rows of a later block [layers, B, t, columns] in the background."""
+        for i, layer in enumerate(self.hasher.layer_ids):
+            if layer in self.tables:
+                self.tables[layer].prefetch(rows[i])
 
     def draft(self, cache: Cache, anchor: np.ndarray, temperature: float, key: Array) -> tuple[Array, Array, Array]:
         """One draft round; the cache is only read. See `dspark.draft`."""
