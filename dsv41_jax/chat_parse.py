@@ -61,7 +61,7 @@ class AnswerParser:
         stage = None
         if prompt.thinking and prompt.stage == "reasoning":
             stage = stages.ReasoningContinuation if prompt.continues else stages.ReasoningStart
-        elif prompt.thinking and prompt.continues:
+        elif prompt.continues:
             stage = stages.ContentContinuation
         options = library.ParsingOptions(
             starts_in_tool_calls=prompt.stage == "calls",

@@ -15,6 +15,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Convert a folder; `argv` as on the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SRC", help="folder of the model")
     parser.add_argument("target", metavar="DST", help="new folder")

@@ -69,6 +69,7 @@ def make_demo_data(treasury: str | Path, scripture: str | Path, out: str | Path)
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Write the corpus that the two packages hold into a folder; `argv` as on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--treasury", required=True, help="the sword-comm-tdavid .deb file")
     parser.add_argument("--scripture", required=True, help="the bible-kjv-text .deb file")

@@ -69,6 +69,7 @@ def held_out_contexts(data: Path, rows: int, length: int) -> np.ndarray:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Print bits per byte and accepted drafts; `argv` as on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help='"demo" or a released-format folder (default: demo)')
     parser.add_argument("--data", required=True, help="folder that launch/demo_data.py wrote")

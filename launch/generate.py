@@ -1,4 +1,4 @@
-"""Prints the continuation of a prompt, piece by piece.
+"""Prints the continuation of a prompt, or with --chat the answer to it, piece by piece.
 
 python launch/generate.py --model=demo --prompt="The harbour"
 """
@@ -7,20 +7,39 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 
 import dsv41_jax as ds
 from dsv41_jax import compile_cache
 
+OPTIONS = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("stop", "seed", "speculate"),
+)
 
-def main(argv: list[str] | None = None) -> None:
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags; see --help."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help='"demo", a released-format folder, or a hub id (default: demo)')
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--prompt", required=True, help="text to continue, or with --chat the message to answer")
+    parser.add_argument("--chat", action="store_true", help="answer as a chat; reasoning goes to standard error")
+    parser.add_argument(
+        "--thinking",
+        default="high",
+        help="with --chat: low, high, max, none or an effort of 1 to 100 (default: high)",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=60, help="most tokens to write (default: 60)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default: 1)")
     parser.add_argument("--top_k", type=int, default=None, help="sample from the k likeliest tokens only")
     parser.add_argument("--top_p", type=float, default=None, help="sample from the likeliest tokens of this total mass")
+    parser.add_argument("--min_p", type=float, default=None, help="only tokens this likely, relative to the likeliest")
+    parser.add_argument(
+        "--repetition_penalty", type=float, default=1.0, help="above 1: less of what was said before (default: 1)"
+    )
+    parser.add_argument("--stop", action="append", default=[], help="text that ends the answer; can be repeated")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--speculate", action="store_true", help="draft several tokens and verify them in one step")
     parser.add_argument(
         "--numerics",
         default="released",
@@ -32,23 +51,46 @@ def main(argv: list[str] | None = None) -> None:
         default=None,
         help="folder that keeps compiled programs for the next run (default: a folder in the user's cache)",
     )
-    flags = parser.parse_args(argv)
+    return parser.parse_args(argv)
 
-    compile_cache.enable(flags.compilation_cache)
+
+def answer(model: ds.Model, prompt: str, thinking: str, options: dict) -> Iterator[str]:
+    """Pieces of the answer to one message; its reasoning is written to standard error."""
+    effort = int(thinking) if thinking.isdigit() else thinking
+    thought = False
+    for delta in model.chat([{"role": "user", "content": prompt}], effort, stream=True, **options):
+        sys.stderr.write(delta.reasoning)
+        if thought and delta.content:
+            sys.stderr.write("\n")
+        thought = bool(delta.reasoning) or (thought and not delta.content)
+        sys.stderr.flush()
+        yield delta.content
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Load the model and print."""
     print(f"loading {flags.model}; the first run of a model compiles it, which takes a while", file=sys.stderr)
     model = ds.load(flags.model, numerics=flags.numerics)
-    sys.stdout.write(flags.prompt)
-    for piece in model.stream(
-        flags.prompt,
-        max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        seed=flags.seed,
-    ):
+    options = {name: getattr(flags, name) for name in OPTIONS}
+    if flags.chat:
+        pieces = answer(model, flags.prompt, flags.thinking, options)
+    else:
+        pieces = model.stream(flags.prompt, **options)
+        sys.stdout.write(flags.prompt)
+    for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Continue or answer a prompt; `argv` as on the command line. Ends the process with a message on bad options."""
+    flags = parse(argv)
+    compile_cache.enable(flags.compilation_cache)
+    try:
+        run(flags)
+    except (ValueError, OSError) as error:
+        sys.exit(f"generate: {error}")
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ def train(flags: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train, or go on after an interruption, and write the model; `argv` as on the command line."""
     flags = parse(argv)
     compile_cache.enable()
     params = train(flags)

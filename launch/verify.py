@@ -17,6 +17,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Check a folder and print the findings; `argv` as on the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", metavar="PATH", help="folder of the model")
     parser.add_argument("--layers", type=int, default=3, help="first layers to run, 0 for none (default: 3)")

@@ -24,6 +24,11 @@ def demo() -> ds.Model:
     return ds.load("demo")
 
 
+@pytest.fixture
+def fast_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fast_steps(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def held_out(golden: Path) -> Path:
     return golden / "demo_heldout"
@@ -45,20 +50,36 @@ def test_every_mechanism_is_on():
     assert config.n_routed_experts == 8 and config.num_experts_per_tok == 2
 
 
-def test_it_writes_english(demo: ds.Model, monkeypatch: pytest.MonkeyPatch):
-    use_fast_steps(monkeypatch)
+def test_it_writes_english(demo: ds.Model, fast_steps: None):
     text = demo.generate("The Lord is", max_new_tokens=40, temperature=0)
     words = re.findall(r"[a-z]+", text.lower())
     assert len(words) >= 15
     assert sum(word in COMMON for word in words) > len(words) / 4
 
 
-def test_the_readme_command_prints_the_continuation(demo: ds.Model, capsys, monkeypatch):
+def test_the_readme_command_prints_the_continuation(demo: ds.Model, fast_steps: None, capsys, monkeypatch):
     monkeypatch.setattr(ds, "load", lambda name, numerics: {("demo", "released"): demo}[name, numerics])
     generate.main(["--prompt", "The Lord is", "--max_new_tokens", "8", "--temperature", "0"])
     assert (
         capsys.readouterr().out == "The Lord is" + demo.generate("The Lord is", max_new_tokens=8, temperature=0) + "\n"
     )
+
+
+def test_the_command_answers_a_chat(demo: ds.Model, fast_steps: None, capsys, monkeypatch):
+    """No chat is in the demo's training text, so it answers with a sermon; the way there and back is the same."""
+    monkeypatch.setattr(ds, "load", lambda name, numerics: demo)
+    options = {"max_new_tokens": 9, "temperature": 0.7, "min_p": 0.1, "seed": 3, "stop": ["."]}
+    flags = ["--max_new_tokens=9", "--temperature=0.7", "--min_p=0.1", "--seed=3", "--stop=."]
+    for thinking in ("none", "7"):
+        generate.main(["--chat", "--prompt", "Who is the Lord?", "--thinking", thinking, *flags])
+        printed, reasoning = capsys.readouterr()
+        effort = thinking if thinking == "none" else int(thinking)
+        message = demo.chat([{"role": "user", "content": "Who is the Lord?"}], effort, **options)
+        assert message.content + message.reasoning and "<" not in message.content + message.reasoning
+        assert printed == message.content + "\n" and reasoning.endswith("\n" + message.reasoning)
+        assert message.usage["reasoning_tokens"] == (0 if thinking == "none" else 9)
+    with pytest.raises(SystemExit, match="generate: temperature=-1.0: a number from 0"):
+        generate.main(["--prompt", "x", "--temperature=-1"])
 
 
 @pytest.mark.slow
