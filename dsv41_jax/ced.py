@@ -166,7 +166,7 @@ def prefill(
     lengths = np.asarray(lengths, np.int32)
     cache = dataclasses.replace(cache, lengths=lengths, written=lengths)
     if all_logits:
-        return jnp.asarray(everything), cache
+        return jax.device_put(everything), cache  # jnp.asarray would compile a copy for every shape
     return (last[0] if batch == 1 else jnp.concatenate(last)), cache
 
 

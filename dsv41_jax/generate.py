@@ -151,7 +151,7 @@ class Model:
         n_valid = np.full(len(ids), t, np.int32)
         logits, cache = self._runner.extend(cache, padded, n_valid, all_logits=several)
         if padded.shape != ids.shape:  # cut on the host: a slice on the device would be compiled for every t
-            logits = jnp.asarray(np.asarray(logits)[:, :t])
+            logits = jax.device_put(np.asarray(logits)[:, :t])
         return logits, cache
 
     def draft(

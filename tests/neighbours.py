@@ -27,7 +27,7 @@ def alone_and_together(model: ds.Model, max_len: int) -> Iterator[tuple[np.ndarr
     Checks that their ids are equal, and that the batch gives the same bits when its rows change places.
     """
     text = prompt("long")[0]
-    prompts = [text[:5], text[20:50], text[60:73], text[100:117]]
+    prompts = [text[:5], text[20:150], text[60:73], text[100:117]]  # one of many blocks among short ones
     moved = [2, 0, 3, 1]
     logits, ids = greedy(model, prompts, 12, 256)
     other_logits, other_ids = greedy(model, [prompts[i] for i in moved], 12, 256)

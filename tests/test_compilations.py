@@ -1,0 +1,54 @@
+"""Few programs: a call whose lengths fall into buckets that were seen compiles nothing, not even a slice."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+import pytest
+
+import dsv41_jax as ds
+
+_COMPILING = "/jax/core/compile/backend_compile_duration"
+_found: list[float] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: _found.append(seconds) if event == _COMPILING else None
+)
+
+
+@contextmanager
+def compiled() -> Iterator[list[float]]:
+    """The programs that XLA was asked for in between, found in the cache or not."""
+    new: list[float] = []
+    before = len(_found)
+    yield new
+    new += _found[before:]
+
+
+def use(model: ds.Model, n: int, seed: int, mode: str) -> None:
+    """A prompt of n tokens and everything that can follow it."""
+    ids = np.random.default_rng(seed).integers(3, 490, (1, n)).astype(np.int32)
+    _, cache = model.prefill(ids, mode=mode, max_len=256)
+    _, cache = model.decode(cache, [seed + 3])
+    tokens, *_ = model.draft(cache, [5])
+    _, cache = model.decode(cache, np.asarray(tokens)[:, : 2 + seed % 5])
+    cache = cache.rewind(cache.lengths - seed % 3)
+    model.decode(cache, [7])
+
+
+@pytest.mark.parametrize("mode", ["ced", "exact"])
+def test_a_second_call_of_any_length_compiles_nothing(tiny, mode):
+    model = tiny("float32")
+    use(model, 50, 0, mode)
+    counted = ds.compilations()
+    with compiled() as new:
+        for seed, n in enumerate((1, 2, 15, 16, 17, 31, 49, 64, 65, 130, 200), start=1):
+            use(model, n, seed, mode)
+    assert not new and ds.compilations() == counted
+
+
+def test_the_counter_counts():
+    """Negative control."""
+    with compiled() as new:
+        jax.jit(lambda x: x * 3 + np.random.default_rng().random())(1.5)
+    assert len(new) >= 1
