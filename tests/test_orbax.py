@@ -11,6 +11,7 @@ import pytest
 import dsv41_jax as ds
 from dsv41_jax.checkpoint import orbax as module
 from dsv41_jax.checkpoint.names import flatten, name_map
+from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.checkpoint.orbax import ENGRAM_FILE, OrbaxFolder, save_orbax
 from dsv41_jax.checkpoint.released import CheckpointError, ReleasedFolder, load_params, save_released
 from dsv41_jax.numerics import FLOAT32, NOQUANT, RELEASED
@@ -195,6 +196,12 @@ def test_foreign_folders(folder, golden, tmp_path):
     config["text_config"]["moe_intermediate_size"] = 96
     (path / "config.json").write_text(json.dumps(config))
     refused(path, "layers.ffn.experts.w1.weight: uint8 [", "but config.json implies uint8 [")
+
+
+def test_a_released_folder_stays_one_whatever_lies_beside(tiny_folder, tmp_path):
+    path = shutil.copytree(tiny_folder, tmp_path / "model")
+    (path / "params").mkdir()
+    assert isinstance(open_folder(path), ReleasedFolder)
 
 
 def test_saving_refuses_before_it_writes(source, folder, tmp_path):

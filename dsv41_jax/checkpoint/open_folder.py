@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
-from dsv41_jax.checkpoint.released_folder import ReleasedFolder
+from dsv41_jax.checkpoint.released_folder import INDEX_FILE, SINGLE_FILE, ReleasedFolder
 from dsv41_jax.checkpoint.tensor_source import TensorSource
 
 PARAMS_FOLDER = "params"  # of an Orbax folder
 
 
 def is_orbax_folder(folder: Path) -> bool:
-    """Whether `folder` is laid out as an Orbax folder, complete or not."""
+    """Whether `folder` is laid out as an Orbax folder, complete or not, and not as a released-format one."""
+    if (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file():
+        return False
     return (folder / PARAMS_FOLDER).is_dir() or (folder / "_CHECKPOINT_METADATA").is_file()
 
 
