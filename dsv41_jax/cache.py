@@ -180,6 +180,7 @@ class Cache:
             without Engram.
         max_len: tokens a row can hold.
         numerics: name of the numerics whose stored form the arrays have.
+        adopted: int32 [B], tokens at a row's beginning whose pages it shares with others (see `ced.resume`).
     """
 
     arrays: CacheArrays | None
@@ -188,6 +189,7 @@ class Cache:
     history: np.ndarray | None
     max_len: int
     numerics: str
+    adopted: np.ndarray
 
     @property
     def max_rewind(self) -> int:
@@ -218,19 +220,23 @@ class Cache:
     def rewind(self, lengths: np.ndarray) -> "Cache":
         """Forget everything past `lengths` [B].
 
+        Windows keep beginning where a "ced" prefill or a replay let them begin.
+
         Raises:
-            ValueError: a length is negative, larger than the present one, or more than `max_rewind` tokens back.
+            ValueError: a length is negative, larger than the present one, more than `max_rewind` tokens back, or inside
+                a prefix whose pages are shared: what came next would be written into them.
         """
         lengths = np.asarray(lengths, np.int32)
         if lengths.shape != self.lengths.shape:
             raise ValueError(
                 f"rewind needs one length for each of {self.lengths.shape[0]} rows, got shape {lengths.shape}"
             )
-        oldest = np.maximum(self.written - MAX_REWIND, 0)
+        oldest = np.maximum(self.written - MAX_REWIND, self.adopted)
         if (lengths > self.lengths).any() or (lengths < oldest).any():
             raise ValueError(
                 f"cannot rewind from {self.lengths.tolist()} to {lengths.tolist()}: rows can go back to "
-                f"{oldest.tolist()} ({MAX_REWIND} tokens before the furthest one written) and not forward"
+                f"{oldest.tolist()} ({MAX_REWIND} tokens before the furthest one written, and not into a prefix that is "
+                "shared) and not forward"
             )
         history = self.history
         if history is not None:

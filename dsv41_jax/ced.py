@@ -249,10 +249,17 @@ def resume(
     logits, arrays = read_row(runner, cache, row, prompt, reading, hit, all_logits)
     lengths, written, history = cache.lengths.copy(), cache.written.copy(), cache.history
     lengths[row] = written[row] = n
+    adopted = cache.adopted.copy()
+    adopted[row] = hit
+    for other in set(range(len(tables))) - {row}:  # whoever wrote the shared pages may not write them again
+        same = np.cumprod(tables[other, :shared] == prefix[:shared]).sum()
+        adopted[other] = max(adopted[other], same * PAGE_TOKENS)
     if history is not None:
         history = history.copy()
         history[row] = history_after(runner, prompt)
-    return logits, dataclasses.replace(cache, arrays=arrays, lengths=lengths, written=written, history=history)
+    return logits, dataclasses.replace(
+        cache, arrays=arrays, lengths=lengths, written=written, history=history, adopted=adopted
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("arrays",))

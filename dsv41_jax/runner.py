@@ -127,7 +127,7 @@ class Runner:
         """An empty cache for `batch` rows of at most `max_len` tokens, each with pages of its own."""
         zero = np.zeros(batch, np.int32)
         arrays = zero_arrays(self.config, self.numerics, batch, max_len)
-        return Cache(arrays, zero, zero, self.empty_history(batch), max_len, self.numerics.name)
+        return Cache(arrays, zero, zero, self.empty_history(batch), max_len, self.numerics.name, zero)
 
     def empty_history(self, batch: int) -> np.ndarray | None:
         """Id history of sequences that have not begun, long enough to rewind; None without Engram."""
