@@ -97,7 +97,7 @@ def chat(
 
     Raises:
         ValueError, TypeError: bad messages or options, a tokenizer without the markers of chat, images for a model
-            without a vision tower; before anything heavy. ImportError: deepseek-recipe is missing.
+            without a vision tower; before anything heavy.
     """
     sampling = SamplingOptions(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed

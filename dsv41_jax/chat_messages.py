@@ -8,11 +8,11 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import deepseek_recipe
 import numpy as np
 from PIL import Image
 
 from dsv41_jax.arguments import check_text, is_whole
-from dsv41_jax.recipe import recipe
 
 IMAGE_PLACE = "\ufdd0image\ufdd0"  # where an image stands in a message's text; FDD0 is no character of any text
 ROLES = ("system", "user", "assistant", "tool", "latest_reminder")
@@ -52,7 +52,6 @@ def read_dialogue(
     Raises:
         ValueError, TypeError: naming the message and what is wrong with it.
     """
-    library = recipe()
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise TypeError(f"messages={messages!r}: a list of messages is needed")
     if not messages:
@@ -76,7 +75,7 @@ def read_dialogue(
             raise ValueError(f"{where} has a response_format: only the first message can")
         if message.get("task") is not None and (role != "user" or i + 1 < len(messages)):
             raise ValueError(f"{where} has a task: only a user's last message can")
-        converted.append(_message(library, where, role, message, own, images))
+        converted.append(_message(where, role, message, own, images))
     last = messages[-1]
     assistant = last.get("role") == "assistant"
     continues = assistant and bool(last.get("prefix") or last.get("wo_eos"))
@@ -86,7 +85,7 @@ def read_dialogue(
     if task is not None and task not in TASKS:
         raise ValueError(f"the last message has the task {task!r}: one of {', '.join(TASKS)} is needed")
     offered, choice = _choice(tool_choice, offered, level is not None)
-    conversation = library.Conversation(
+    conversation = deepseek_recipe.Conversation(
         converted,
         thinking_mode=level is not None,
         tools=offered,
@@ -124,29 +123,29 @@ def _choice(tool_choice: object, tools: list, thinking: bool) -> tuple[list, str
     return tools, "required"
 
 
-def _message(library: Any, where: str, role: str, message: Mapping, tools: list, images: list) -> Any:
+def _message(where: str, role: str, message: Mapping, tools: list, images: list) -> Any:
     first = len(images)
     content = _content(f"{where}.content", message.get("content"), images)
     if len(images) > first and role in ("assistant", "latest_reminder"):
         raise ValueError(f"{where} holds an image: a message of the role {role} cannot")
-    sources = [library.BytesImageSource(str(k).encode()) for k in range(first, len(images))]
+    sources = [deepseek_recipe.BytesImageSource(str(k).encode()) for k in range(first, len(images))]
     if role == "latest_reminder":
-        return library.LatestReminderMessage(content)
+        return deepseek_recipe.LatestReminderMessage(content)
     if role == "assistant":
         reasoning = message.get("reasoning_content", message.get("reasoning"))
         if reasoning is not None:
             check_text(f"{where}.reasoning_content", reasoning, empty=True)
-        calls = [_call(library, f"{where}.tool_calls[{k}]", c) for k, c in enumerate(message.get("tool_calls") or ())]
+        calls = [_call(f"{where}.tool_calls[{k}]", c) for k, c in enumerate(message.get("tool_calls") or ())]
         prefix = bool(message.get("prefix") or message.get("wo_eos"))
-        return library.AssistantMessage(content, reasoning, calls or None, prefix)
+        return deepseek_recipe.AssistantMessage(content, reasoning, calls or None, prefix)
     if role == "tool":
         call_id = message.get("tool_call_id")
         if call_id is not None:
             check_text(f"{where}.tool_call_id", call_id)
-        return library.ToolMessage(content, call_id, sources, image_token=IMAGE_PLACE)
+        return deepseek_recipe.ToolMessage(content, call_id, sources, image_token=IMAGE_PLACE)
     if role == "system":
-        return library.SystemMessage(content, sources, tools or None, image_token=IMAGE_PLACE)
-    return library.UserMessage(content, sources, image_token=IMAGE_PLACE)
+        return deepseek_recipe.SystemMessage(content, sources, tools or None, image_token=IMAGE_PLACE)
+    return deepseek_recipe.UserMessage(content, sources, image_token=IMAGE_PLACE)
 
 
 def _content(where: str, content: object, images: list) -> str:
@@ -218,12 +217,12 @@ def _tool(where: str, tool: object) -> Any:
     if description is not None:
         check_text(f"{where}.function.description", description, empty=True)
     try:
-        return recipe().ToolDefinition(name, description, function.get("parameters"), function.get("strict"))
+        return deepseek_recipe.ToolDefinition(name, description, function.get("parameters"), function.get("strict"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}.function.parameters are no JSON: {error}") from None
 
 
-def _call(library: Any, where: str, call: object) -> Any:
+def _call(where: str, call: object) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ValueError(f'{where} is {call!r}: {{"id": ..., "function": {{"name": ..., "arguments": ...}}}} is needed')
@@ -231,7 +230,7 @@ def _call(library: Any, where: str, call: object) -> Any:
     if isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     check_text(f"{where}.function.arguments", arguments, empty=True)
-    return library.ToolCall(str(call.get("id") or ""), name, _unquoted(arguments))
+    return deepseek_recipe.ToolCall(str(call.get("id") or ""), name, _unquoted(arguments))
 
 
 def _unquoted(arguments: str) -> str:

