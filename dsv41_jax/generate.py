@@ -178,6 +178,8 @@ class Model:
         if (cache.lengths < 1).any():
             raise ValueError(f"a draft needs at least one token in each row of the cache: {cache.lengths.tolist()}")
         temperature = SamplingOptions(temperature=temperature).temperature
+        if key is not None and not isinstance(key, Array):
+            raise TypeError(f"key={key!r}: a PRNG key is needed, see jax.random.key")
         if temperature > 0 and key is None:
             raise ValueError(f"temperature={temperature}: drafting at a temperature above 0 needs a PRNG key")
         return self._runner.draft(cache, ids, temperature, jax.random.key(0) if key is None else key)

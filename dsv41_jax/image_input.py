@@ -32,7 +32,7 @@ class ImageInput:
         patches = np.asarray(self.patches)
         grid = tuple(self.grid)
         if len(grid) != 2 or not all(is_whole(side) and side >= 1 for side in grid):
-            raise ValueError(f"image grid is (ViT rows, ViT columns), both positive, got {grid}")
+            raise ValueError(f"image grid is (ViT rows, ViT columns), both positive whole numbers, got {grid}")
         grid = (int(grid[0]), int(grid[1]))
         start = check_whole("image start", self.start, 0, 2**31 - 1)
         if patches.ndim != 4 or patches.shape[1] != 3 or patches.shape[2] != patches.shape[3]:

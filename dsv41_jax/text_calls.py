@@ -1,6 +1,6 @@
 """`generate`, `stream` and `complete`: text in, text out. They are methods of `Model`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dsv41_jax.arguments import check_text
@@ -132,11 +132,9 @@ def stream(
 def complete(model: "Model", prompts: str | Sequence[str], **options) -> list[list[Completion]]:
     """For each prompt its n completions; options as `token_loop.check_options`."""
     checked = check_options(model.config, **options)
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if not isinstance(prompts, list | tuple):
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts={prompts!r}: a string or a list of strings is needed")
-    encoded = _encode(model.require_tokenizer(), prompts)
+    encoded = _encode(model.require_tokenizer(), [prompts] if isinstance(prompts, str) else list(prompts))
     return run(model, make_request(model.config, encoded, checked)) if encoded else []
 
 

@@ -81,6 +81,7 @@ def test_a_list_gives_a_list_and_rows_do_not_depend_on_neighbours(loaded):
     assert isinstance(together, list) and len(together) == len(LIST)
     alone = [loaded.generate(text, max_new_tokens=10, temperature=0) for text in LIST]
     assert together == alone and len(set(alone)) == len(LIST)
+    assert loaded.generate(iter(LIST), max_new_tokens=10, temperature=0) == alone
     assert loaded.generate(tuple(LIST[::-1]), max_new_tokens=10, temperature=0) == alone[::-1]
     assert loaded.generate([PROMPT], max_new_tokens=10, temperature=0) == alone[:1]
 
@@ -295,6 +296,7 @@ def test_prompts_are_checked(loaded, nothing_heavy):
         (None, "prompts=None"),
         (5, "prompts=5"),
         (b"bytes", "prompts=b'bytes'"),
+        ({"a": "b"}, "prompts={'a': 'b'}"),
         (["a", "b\ud83d"], r"prompt 1 holds a lone surrogate '\\ud83d' at 1"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
@@ -348,7 +350,7 @@ def test_loss_arguments_are_checked(loaded):
             loaded.loss(*arguments)
 
 
-def test_caches_of_other_models_are_refused(loaded):
+def test_caches_and_drafts_are_checked(loaded, monkeypatch):
     logits, cache = loaded.prefill([loaded.tokenizer.encode("a", add_bos=True)])
     for other, message in (
         ({"numerics": "released"}, "numerics='released', this model has 'float32'"),
@@ -360,6 +362,17 @@ def test_caches_of_other_models_are_refused(loaded):
         loaded.decode(cache, np.array([5, 6]))
     with pytest.raises(TypeError, match="cache is ndarray"):
         loaded.decode(np.asarray(logits), np.array([5]))
+    monkeypatch.setattr(ModelConfig, "n_draft", property(lambda config: 1))
+    for options, message in (
+        ({"token_ids": [5, 6]}, "token_ids has 2 rows, the cache 1"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": 0.5}, "temperature=0.5: .*needs a PRNG key"),
+        ({"key": 5}, "key=5"),
+        ({"cache": dataclasses.replace(cache, lengths=np.zeros(1, np.int32))}, "at least one token in each row"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            loaded.draft(**{"cache": cache, "token_ids": [5]} | options)
+    monkeypatch.undo()
     loaded.decode(cache, np.array([5]))
     with pytest.raises(RuntimeError, match="donated"):
         loaded.decode(cache, np.array([5]))

@@ -240,7 +240,10 @@ def zero_patches(n: int = 24, p: int = 14) -> np.ndarray:
         (zero_patches().astype(np.uint8), (4, 6), 0, "normalised floats"),
         (zero_patches() + np.float32("nan"), (4, 6), 0, "NaN or infinity"),
         ((zero_patches() - np.inf).astype(ml_dtypes.bfloat16), (4, 6), 0, "NaN or infinity"),
-        (zero_patches(), (4, 6), -1, "start"),
+        (zero_patches(), (4, 6), -1, "start=-1"),
+        (zero_patches(), (4, 6), 2.7, "start=2.7: a whole number"),
+        (zero_patches(), (4, 6), 2**32 + 1, "start=4294967297"),
+        (zero_patches(), (4.5, 6), 0, "both positive whole numbers"),
     ],
 )
 def test_image_input_refuses_what_cannot_be_an_image(patches, grid, start, message):
@@ -344,8 +347,9 @@ def test_prompt_embeddings_equal_the_golden_ones(prompt, tiny_params, mode, nume
         images.append(ImageInput(prompt[f"image{i}.patches"], (rows, columns), start))
         aligned = image_rows(embed_image(params, images[i], TINY, numerics), images[i].grid)
         assert relative_rms(aligned, prompt[f"{mode}.image{i}.aligner"]) <= (5e-3 if mode == "ref" else 1e-5)
-    images = check_images([images, []], np.concatenate([ids, ids]), None, TINY)
-    text = jnp.asarray(params["embed"]["weight"])[np.concatenate([ids, ids])]
+    both = np.concatenate([ids, np.where(ids == IMAGE_ID, 5, ids)])
+    images = check_images([images, []], both, None, TINY)
+    text = jnp.asarray(params["embed"]["weight"])[both]
     merged = vision.merge_images(params, text, images, TINY, numerics)
     if mode == "ref":
         assert_bf16_close(merged[0], prompt["ref.embed"])
