@@ -235,8 +235,8 @@ class Cache:
         if (lengths > self.lengths).any() or (lengths < oldest).any():
             raise ValueError(
                 f"cannot rewind from {self.lengths.tolist()} to {lengths.tolist()}: rows can go back to "
-                f"{oldest.tolist()} ({MAX_REWIND} tokens before the furthest one written, and not into a prefix that is "
-                "shared) and not forward"
+                f"{oldest.tolist()} ({MAX_REWIND} tokens before the furthest one written, and not into a prefix that "
+                "is shared) and not forward"
             )
         history = self.history
         if history is not None:

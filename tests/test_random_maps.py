@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import dsv41_jax as ds
-from dsv41_jax import model, runner
+from dsv41_jax import cache, model, runner
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_map import Mode, layer_map
 from dsv41_jax.layer_plan import layer_plan
-from fast_compile import fast_compile, fast_steps
+from fast_compile import fast_compile
 from oracle import Oracle
 from oracle_weights import dequantise
 from random_configs import random_legal_config
@@ -34,15 +34,15 @@ SEEDS = (104, 99, 82, 57, 56, 5, 67, 124, 86, 25, 65, 49)
 SLOW_SEEDS = range(200, 250)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics", "all_logits"), compiler_options=fast_compile())
-def _recorded(params, arrays, ids, start, n_valid, memory, image_mask, image_embeds, *, config, numerics, all_logits):
-    """As the step of `runner`, and what each layer chose."""
-    notes = {}
-    logits, arrays = model.extend(
-        config, numerics, params, arrays, ids, start, n_valid, memory, image_mask, image_embeds, all_logits, notes
-    )
+@functools.partial(jax.jit, static_argnames=("config", "numerics", "layers", "all_logits"))
+def _recorded(params, arrays, row, ids, start, n_valid, floor, memory, mask, embeds, *, config, numerics, **static):
+    """As the step of `runner` for one row, and what each layer chose."""
+    notes, own = {}, cache.take_row(arrays, row)
+    step = functools.partial(model.extend, config, numerics, record=notes, **static)
+    logits, own = step(params, own, ids, start, n_valid, memory, mask, embeds, floor)
     wanted = ("selection", "pool", "experts")
-    return logits, arrays, {i: {k: note[k] for k in wanted if k in note} for i, note in notes.items()}
+    chosen = {i: {k: note[k] for k in wanted if k in note} for i, note in notes.items()}
+    return logits, cache.put_row(arrays, own, row), chosen
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"), compiler_options=fast_compile())
@@ -76,16 +76,16 @@ def schedule(rng, lengths):
     return [*steps, *np.ones((5, 2), int)]
 
 
-def check_choices(share, config, note, row, n_valid, expected, at, count):
+def check_choices(share, config, note, expected, at, count):
     """Layer `share.layer`: the first `count` tokens of a block that begins at `at`."""
     layer, tokens = share.layer, slice(at, at + count)
-    np.testing.assert_array_equal(note["experts"][row, :count], np.sort(expected["experts"][layer][tokens], axis=-1))
+    np.testing.assert_array_equal(note["experts"][0, :count], np.sort(expected["experts"][layer][tokens], axis=-1))
     if share.mode in (Mode.FULL, Mode.REINDEX):
-        np.testing.assert_array_equal(note["selection"][row, :count], expected["topk"][layer][tokens])
+        np.testing.assert_array_equal(note["selection"][0, :count], expected["topk"][layer][tokens])
     if share.pool == "builds":
         wanted = expected["candidates"][layer][tokens]
         blocks = np.arange(wanted.shape[1]) // config.candidate_block_size
-        got = (note["pool"][row, :count, :, None] == blocks).any(axis=1)
+        got = (note["pool"][0, :count, :, None] == blocks).any(axis=1)
         visible = np.arange(wanted.shape[1]) < (np.arange(at, at + count)[:, None] + 1) // share.ratio
         np.testing.assert_array_equal(got & visible, wanted & visible)
 
@@ -140,33 +140,32 @@ def test_prefill_decode_and_drafts_equal_the_oracle(seed, tmp_path, monkeypatch)
         return logits, arrays
 
     monkeypatch.setattr(runner, "_extend", extend)
-    monkeypatch.setattr(runner, "_draft", fast_steps()["_draft"])
-    cache = loaded._runner.new_cache(2, int(lengths.max()))
+    state = loaded._runner.new_cache(2, int(lengths.max()))
     compared = drafts = 0
     for n_valid in schedule(rng, lengths):
-        at = cache.lengths
+        at = state.lengths
         block = rng.integers(3, config.vocab_size, (2, BLOCK)).astype(np.int32)  # padding may be any token
         for row in range(2):
             block[row, : n_valid[row]] = ids[row, at[row] : at[row] + n_valid[row]]
-        logits, cache = loaded._runner.extend(cache, block, n_valid, all_logits=True)
-        note = jax.tree.map(np.asarray, notes.pop())
+        logits, state = loaded._runner.extend(state, block, n_valid, all_logits=True)
+        chosen = jax.tree.map(np.asarray, notes[-2:])  # rows run one after the other
         draft = None
         if config.n_draft:
-            following = ids[np.arange(2), cache.lengths]
-            draft = [np.asarray(x) for x in loaded.draft(cache, following)]
+            following = ids[np.arange(2), state.lengths]
+            draft = [np.asarray(x) for x in loaded.draft(state, following)]
         for row in range(2):
             count = min(n_valid[row], max(sure[row] - at[row], 0))
             expected = results[row]
             wanted = expected["logits"][at[row] : at[row] + count]
             np.testing.assert_allclose(logits[row, :count], wanted, rtol=0, atol=ATOL)
             for share in loaded.layer_map[: config.num_hidden_layers]:
-                check_choices(share, config, note[share.layer], row, n_valid, expected, at[row], count)
+                check_choices(share, config, chosen[row][share.layer], expected, at[row], count)
             compared += count
-            if draft and cache.lengths[row] <= sure[row]:
+            if draft and state.lengths[row] <= sure[row]:
                 drafts += check_draft(
-                    oracle, expected, int(cache.lengths[row]), int(following[row]), *(x[row] for x in draft)
+                    oracle, expected, int(state.lengths[row]), int(following[row]), *(x[row] for x in draft)
                 )
-    assert (cache.lengths == lengths).all()
+    assert (state.lengths == lengths).all()
     assert compared > 0.6 * lengths.sum()
     assert drafts >= 5 or not config.n_draft
 
