@@ -1,13 +1,12 @@
 """The tokens of an answer as reasoning, text and tool calls, while they come.
 
 `deepseek-recipe` parses text in which control tokens are spelled out. So that nothing the model spells with ordinary
-tokens can pass for one, control ids are handed to it in a spelling that no text has; those that mean nothing to it are
-removed by id.
+tokens can pass for one, control ids are handed to it as noncharacters of Unicode (U+FDD0 and on), which no text has:
+they are replaced by U+FFFD in the model's text, and those that the parser leaves in its output are removed.
 """
 
 import dataclasses
 import json
-import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +15,15 @@ import deepseek_recipe
 from dsv41_jax.chat_prompt import DSML, THINK_END, ChatPrompt
 from dsv41_jax.tokenizer import StreamDecoder, Tokenizer
 
-# The library's names of control tokens, all of which get a spelling that no text has.
+# The library's names of control tokens, each with a noncharacter for its spelling.
 _NAMES = (
     "bos eos thinking_start thinking_end system user assistant latest_reminder dsml image "
     "ref ref_end box box_end point point_end polygon polygon_end"
 ).split()
+_SPELLING = {name: chr(0xFDD0 + i) for i, name in enumerate(_NAMES)}
+_MARKERS = {THINK_END: _SPELLING["thinking_end"], DSML: _SPELLING["dsml"]}
+_REPLACED = {ord(char): "\ufffd" for char in _SPELLING.values()}
+_REMOVED = {ord(char): None for char in _SPELLING.values()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +56,6 @@ class AnswerParser:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: ChatPrompt):
-        nonce = secrets.token_hex(8)
-        spelling = {name: f"\ufdd0{name}{nonce}\ufdd0" for name in _NAMES}
-        self._spelling = {THINK_END: spelling["thinking_end"], DSML: spelling["dsml"]}
         self._tokenizer = tokenizer
         stages = deepseek_recipe.ThinkingInitialStage
         stage = None
@@ -66,7 +66,7 @@ class AnswerParser:
         options = deepseek_recipe.ParsingOptions(
             starts_in_tool_calls=prompt.stage == "calls",
             thinking_initial_stage=stage,
-            special_tokens=deepseek_recipe.SpecialTokens(**spelling),
+            special_tokens=deepseek_recipe.SpecialTokens(**_SPELLING),
         )
         conversation = deepseek_recipe.Conversation([deepseek_recipe.UserMessage("")], thinking_mode=prompt.thinking)
         request = deepseek_recipe.ConversationRequest(conversation, deepseek_recipe.ModelVersion.DeepseekV41Flash)
@@ -107,16 +107,16 @@ class AnswerParser:
         self.reasoning_tokens += self._in_reasoning
         name = self._control.get(token_id)
         if name == DSML:
-            self._marker = self._spelling[DSML]  # until the next character tells whether it is a tag
+            self._marker = _MARKERS[DSML]  # until the next character tells whether it is a tag
             return ""
         if name == THINK_END:
             if not self._in_reasoning:
                 self._problem(f"{THINK_END} came outside of reasoning")
             self._in_reasoning = False
-            return self._spelling[THINK_END]
+            return _MARKERS[THINK_END]
         if token_id in self._tokenizer.control_ids:
             self._problem(f"the control token {self._tokenizer.name(token_id)} came inside the answer")
-        text = self._decoder.push(token_id)
+        text = self._decoder.push(token_id).translate(_REPLACED)
         if not self._marker or not text:
             return text
         # The release's tags have a space after the marker; without one it is an older model's, and no call.
@@ -137,10 +137,12 @@ class AnswerParser:
         content, reasoning, calls = [], [], []
         for chunk in chunks:
             delta = json.loads(chunk.to_json())["choices"][0]["delta"]
-            content.append(delta.get("content") or "")
-            reasoning.append(delta.get("reasoning_content") or "")
+            content.append((delta.get("content") or "").translate(_REMOVED))
+            reasoning.append((delta.get("reasoning_content") or "").translate(_REMOVED))
             for call in delta.get("tool_calls") or ():
                 function = call["function"]
+                for part in function.keys() & {"name", "arguments"}:
+                    function[part] = function[part].translate(_REMOVED)
                 name, arguments = self._arguments.get(call["index"], (function.get("name", ""), ""))
                 self._arguments[call["index"]] = name, arguments + function.get("arguments", "")
                 calls.append(call)

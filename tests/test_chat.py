@@ -360,6 +360,43 @@ def test_only_control_ids_end_reasoning_or_begin_calls(demo):
     assert parser.reasoning_tokens == len(demo.encode(text)) + 1
 
 
+PIECES = [
+    *("\n\n<", "</", " calls>\n", ' invoke name="f">\n', ' parameter name="a" string="true">', " parameter>\n"),
+    *(
+        ' parameter name="b" string="false">',
+        " invoke>\n",
+        " calls>",
+        "1",
+        '"x',
+        "漢",
+        "🌊",
+        "</think>",
+        "\ufdd8",
+        " a",
+    ),
+]
+
+
+def test_any_tokens_parse_alike_however_they_are_cut(demo):
+    rng = np.random.default_rng(0)
+    pieces = [demo.encode(piece) for piece in PIECES]
+    control = [[demo.token_id(name)] for name in ("</think>", "｜DSML｜", "｜DSML｜", "<think>", "<｜User｜>")]
+    for round_ in range(150):
+        thinking = (None, "high")[round_ % 2]
+        ids = []
+        for kind in rng.choice(3, rng.integers(1, 30), p=[0.6, 0.35, 0.05]):
+            group = (pieces, control, [[17 + byte] for byte in range(256)])[kind]
+            ids += group[rng.integers(len(group))]
+        found = []
+        for size in (len(ids), 1, 3):
+            parser = AnswerParser(demo, prompt_of([{"role": "user", "content": "x"}], thinking))
+            deltas = [parser.push(ids[at : at + size]) for at in range(0, len(ids), size)] + [parser.finish()]
+            calls = "".join(p["function"].get("arguments", "") for delta in deltas for p in delta.tool_calls)
+            found.append(("".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), calls))
+        assert found[0] == found[1] == found[2]
+        assert not re.search("[\ufdd0-\ufdef]", "".join(found[0]))  # and no marker is left over
+
+
 def test_a_required_call_begins_inside_its_block(demo):
     text = CALL.removeprefix("\n\n<｜DSML｜ calls>\n")
     for how in ("whole", "token", "character"):
