@@ -200,13 +200,15 @@ def resume(
         cache: spent. row: the row that is overwritten.
         prefix_pages: page ids of tokens 0 .. hit - 1: ceil(hit / 128) of them.
         token_ids: int32 [n], the whole prompt, prefix included; n > hit. images: those of the prompt.
-        own_pages: pages for the rest, in order; default: the row's own pages that the prefix does not name.
+        own_pages: pages for the rest of the row up to max_len, in order; default: those that neither the prefix nor
+            another row names, the row's present ones first.
 
     Returns:
         logits float32 [1, V] at the last token (or [W, V] of the tokens that all layers saw), and the cache.
 
     Raises:
-        ValueError: a hit of at most W tokens or not shorter than the prompt, too few pages, or a page named twice.
+        ValueError: a hit of at most W tokens or not shorter than the prompt, a row or a prompt that the cache has no
+            room for, too few pages, or one that is named twice or does not exist. The cache is not spent then.
     """
     config, n = runner.config, len(token_ids)
     check_mode("ced", config)
@@ -224,16 +226,23 @@ def resume(
     if len(prefix) != pages_for(hit):
         raise ValueError(f"a prefix of {hit} tokens has {pages_for(hit)} pages, {len(prefix)} are given")
     tables = np.array(cache.peek().page_table)
-    per_row = tables.shape[1]
+    pool, rest = jax.tree.leaves(cache.peek().index_key)[0].shape[1], tables.shape[1] - shared
     if own_pages is None:
-        others = set(np.delete(tables, row, axis=0).ravel().tolist())
-        own_pages = [p for p in tables[row].tolist() if p not in others | set(prefix)]
-    own = [int(p) for p in own_pages][: per_row - shared]
-    if len(own) < pages_for(n) - shared or set(own) & set(prefix) or len(set(own)) < len(own):
+        taken = {*np.delete(tables, row, axis=0).ravel().tolist(), *prefix}
+        own_pages = [p for p in dict.fromkeys([*tables[row].tolist(), *range(pool)]) if p not in taken]
+    own = [int(p) for p in own_pages][:rest]
+    if len(own) < rest:
         raise ValueError(
-            f"{pages_for(n) - shared} pages that are not the prefix's are needed for the rest of the prompt, got {own}"
+            f"{rest} pages that are not the prefix's are needed for the rest of the row (max_len={cache.max_len}), "
+            f"got {own}"
         )
-    table = (prefix[:shared] + own + [own[-1]] * per_row)[:per_row]
+    named = prefix + own
+    if len(set(named)) < len(named) or not all(0 <= p < pool for p in named):
+        raise ValueError(
+            f"pages {prefix} of the prefix and {own} for the rest: each must be one of the cache's {pool} pages, and "
+            "be named once"
+        )
+    table = prefix[:shared] + own
     [prompt] = prompts_of(runner, np.asarray(token_ids)[None], np.array([n]), [list(images)])
     reading = Reading.of(config, "ced", n, hit)
     tables[row] = table

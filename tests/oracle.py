@@ -166,11 +166,13 @@ class Oracle:
         return expand(u, x, post, comb), pre_ffn, experts, margin
 
     def _attention(self, layer: int, y: np.ndarray, positions: np.ndarray, shared: _Shared) -> np.ndarray:
-        """Attention of one backbone layer; a source first leaves its stream or selection in `shared`."""
+        """Attention of one backbone layer; a source first leaves its stream (unless there is one) or selection in
+        `shared`.
+        """
         text, weights = self.text, self.weights
         if text["compress_ratios"][layer] == 0:
             return attend(text, weights, layer, y, positions, None, None)
-        if layer in text["kv_source_layer_ids"]:
+        if layer in text["kv_source_layer_ids"] and layer not in shared.streams:
             shared.streams[layer] = compress(text, weights, layer, y, positions)
         stream = shared.streams[nearest_source(text["kv_source_layer_ids"], layer)]
         if layer in text["index_source_layer_ids"]:
