@@ -273,7 +273,7 @@ table.prefetch(np.arange(1000))
 
 
 def test_logits_are_equal_bit_for_bit_in_the_three_places(tmp_path, monkeypatch):
-    """Two blocks of prompt, the second one's rows announced, and a block of three tokens, `released` numerics."""
+    """Two blocks of prompt, the second one's rows announced, and a block of three tokens."""
     use_fast_steps(monkeypatch)
     config = random_legal_config(25)
     write_model(tmp_path / "model", config, 25)
@@ -281,12 +281,12 @@ def test_logits_are_equal_bit_for_bit_in_the_three_places(tmp_path, monkeypatch)
     ids = np.random.default_rng(0).integers(3, config["text_config"]["vocab_size"], (1, 35)).astype(np.int32)
     folder, found, read = ReleasedFolder.open(tmp_path / "model"), {}, set()
     for place in ("device", "host", "mmap"):
-        model = ds.load(tmp_path / "model", token_map=token_map, engram=place)
+        model = ds.load(tmp_path / "model", numerics="float32", token_map=token_map, engram=place)
         runner, layers = model._runner, model.config.engram_layer_ids
         runner.prefill_block = 16
         if place != "device":
             runner.tables = {
-                layer: PrefetchingTable(folder.engram_table(layer, place), 1000 * ENTRY) for layer in layers
+                layer: PrefetchingTable(folder.engram_table(layer, place, np.float32), 1000 * ENTRY) for layer in layers
             }
             for i, layer in enumerate(layers):
                 runner.tables[layer].prefetch(runner.hasher(ids)[0][i, :, :32])
