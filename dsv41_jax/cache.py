@@ -180,7 +180,8 @@ class Cache:
             without Engram.
         max_len: tokens a row can hold.
         numerics: name of the numerics whose stored form the arrays have.
-        adopted: int32 [B], tokens at a row's beginning whose pages it shares with others (see `ced.resume`).
+        floor: int32 [B], lengths that `rewind` cannot pass: a prefix whose pages are shared ends there, or the
+            decoder's windows begin there (see `ced`).
     """
 
     arrays: CacheArrays | None
@@ -189,7 +190,7 @@ class Cache:
     history: np.ndarray | None
     max_len: int
     numerics: str
-    adopted: np.ndarray
+    floor: np.ndarray
 
     @property
     def max_rewind(self) -> int:
@@ -220,23 +221,22 @@ class Cache:
     def rewind(self, lengths: np.ndarray) -> "Cache":
         """Forget everything past `lengths` [B].
 
-        Windows keep beginning where a "ced" prefill or a replay let them begin.
-
         Raises:
-            ValueError: a length is negative, larger than the present one, more than `max_rewind` tokens back, or inside
-                a prefix whose pages are shared: what came next would be written into them.
+            ValueError: a length is negative, larger than the present one, more than `max_rewind` tokens back, before
+                the first token that the decoder's windows hold, or inside a prefix whose pages are shared: what came
+                next would be written into them.
         """
         lengths = np.asarray(lengths, np.int32)
         if lengths.shape != self.lengths.shape:
             raise ValueError(
                 f"rewind needs one length for each of {self.lengths.shape[0]} rows, got shape {lengths.shape}"
             )
-        oldest = np.maximum(self.written - MAX_REWIND, self.adopted)
+        oldest = np.maximum(self.written - MAX_REWIND, self.floor)
         if (lengths > self.lengths).any() or (lengths < oldest).any():
             raise ValueError(
                 f"cannot rewind from {self.lengths.tolist()} to {lengths.tolist()}: rows can go back to "
-                f"{oldest.tolist()} ({MAX_REWIND} tokens before the furthest one written, and not into a prefix that "
-                "is shared) and not forward"
+                f"{oldest.tolist()} ({MAX_REWIND} tokens before the furthest one written, not into a prefix that is "
+                "shared, and not before the decoder's windows) and not forward"
             )
         history = self.history
         if history is not None:

@@ -164,7 +164,8 @@ def prefill(
         if history is not None:
             history[row] = history_after(runner, prompt)
     lengths = np.asarray(lengths, np.int32)
-    cache = dataclasses.replace(cache, lengths=lengths, written=lengths)
+    floor = np.array([reading.split for reading in readings], np.int32)
+    cache = dataclasses.replace(cache, lengths=lengths, written=lengths, floor=floor)
     if all_logits:
         return jax.device_put(everything), cache  # jnp.asarray would compile a copy for every shape
     return (last[0] if batch == 1 else jnp.concatenate(last)), cache
@@ -201,7 +202,9 @@ def resume(
         prefix_pages: page ids of tokens 0 .. hit - 1: ceil(hit / 128) of them.
         token_ids: int32 [n], the whole prompt, prefix included; n > hit. images: those of the prompt.
         own_pages: pages for the rest of the row up to max_len, in order; default: those that neither the prefix nor
-            another row names, the row's present ones first.
+            another row names, the row's present ones first. If the prefix fills its last page in part, that page may be
+            the first of them: it is then written on instead of copied (the default where no other row names it and it
+            is the row's own).
 
     Returns:
         logits float32 [1, V] at the last token (or [W, V] of the tokens that all layers saw), and the cache.
@@ -227,16 +230,20 @@ def resume(
         raise ValueError(f"a prefix of {hit} tokens has {pages_for(hit)} pages, {len(prefix)} are given")
     tables = np.array(cache.peek().page_table)
     pool, rest = jax.tree.leaves(cache.peek().index_key)[0].shape[1], tables.shape[1] - shared
+    present = tables[row].tolist()
     if own_pages is None:
-        taken = {*np.delete(tables, row, axis=0).ravel().tolist(), *prefix}
-        own_pages = [p for p in dict.fromkeys([*tables[row].tolist(), *range(pool)]) if p not in taken]
+        others = set(np.delete(tables, row, axis=0).ravel().tolist())
+        open_page = [p for p in prefix[shared:] if p in present and p not in others]
+        free = [p for p in dict.fromkeys([*present, *range(pool)]) if p not in others | set(prefix)]
+        own_pages = open_page + free
     own = [int(p) for p in own_pages][:rest]
+    in_place = prefix[shared:] == own[:1]  # the page that the prefix fills in part is written on
     if len(own) < rest:
         raise ValueError(
             f"{rest} pages that are not the prefix's are needed for the rest of the row (max_len={cache.max_len}), "
             f"got {own}"
         )
-    named = prefix + own
+    named = prefix[:shared] + own if in_place else prefix + own
     if len(set(named)) < len(named) or not all(0 <= p < pool for p in named):
         raise ValueError(
             f"pages {prefix} of the prefix and {own} for the rest: each must be one of the cache's {pool} pages, and "
@@ -249,7 +256,7 @@ def resume(
     floors = [np.array(x) for x in (cache.arrays.encoder_floor, cache.arrays.decoder_floor)]
     floors[0][row], floors[1][row] = reading.begin, reading.split
     arrays = cache.take()
-    if hit % PAGE_TOKENS:
+    if hit % PAGE_TOKENS and not in_place:
         arrays = _copy_page(arrays, jnp.int32(prefix[-1]), jnp.int32(own[0]), config=config, numerics=runner.numerics)
     arrays = arrays.replace(
         page_table=jnp.asarray(tables), encoder_floor=jnp.asarray(floors[0]), decoder_floor=jnp.asarray(floors[1])
@@ -258,16 +265,16 @@ def resume(
     logits, arrays = read_row(runner, cache, row, prompt, reading, hit, all_logits)
     lengths, written, history = cache.lengths.copy(), cache.written.copy(), cache.history
     lengths[row] = written[row] = n
-    adopted = cache.adopted.copy()
-    adopted[row] = hit
+    floor = cache.floor.copy()
+    floor[row] = max(hit, reading.split)
     for other in set(range(len(tables))) - {row}:  # whoever wrote the shared pages may not write them again
         same = np.cumprod(tables[other, :shared] == prefix[:shared]).sum()
-        adopted[other] = max(adopted[other], same * PAGE_TOKENS)
+        floor[other] = max(floor[other], same * PAGE_TOKENS)
     if history is not None:
         history = history.copy()
         history[row] = history_after(runner, prompt)
     return logits, dataclasses.replace(
-        cache, arrays=arrays, lengths=lengths, written=written, history=history, adopted=adopted
+        cache, arrays=arrays, lengths=lengths, written=written, history=history, floor=floor
     )
 
 

@@ -24,7 +24,6 @@ from dsv41_jax.generate import Model
 from dsv41_jax.layer_loop import pick
 from dsv41_jax.layer_plan import Run, layer_plan
 from dsv41_jax.numerics import Numerics
-from fast_compile import fast_compile
 
 BLOCK, MAX_LEN = 64, 256
 
@@ -105,19 +104,19 @@ def layer_step(
 def new_layer_program(config: ModelConfig, numerics: Numerics, kind: Run, store=CachedBlock) -> Callable:
     """A program traced anew: for a test that has changed the code it runs, and leaves nothing behind."""
     step = functools.partial(layer_step, config=config, numerics=numerics, kind=kind, store=store)
-    return jax.jit(step, compiler_options=fast_compile())
+    return jax.jit(step)
 
 
 layer_program = functools.cache(new_layer_program)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics"), compiler_options=fast_compile())
+@functools.partial(jax.jit, static_argnames=("config", "numerics"))
 def engram_step(table, weights, x, numbers, image_mask, *, config: ModelConfig, numerics: Numerics) -> jax.Array:
     rows = assembly.engram_rows({"engram": {"it": {"embed": table}}}, numerics, {"it": numbers})["it"]
     return Engram(config, numerics).apply({"params": weights}, x, rows, image_mask)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics"), compiler_options=fast_compile())
+@functools.partial(jax.jit, static_argnames=("config", "numerics"))
 def end_step(params, x, pre, *, config: ModelConfig, numerics: Numerics) -> jax.Array:
     return assembly.head(config, numerics, params, hc.collapse(x, pre, numerics))
 

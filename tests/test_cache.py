@@ -26,7 +26,6 @@ from dsv41_jax.cache import (
 )
 from dsv41_jax.config import ModelConfig, load_config
 from dsv41_jax.rings import ring_positions, write_rows
-from fast_compile import use_fast_steps
 from random_configs import random_legal_config
 from random_models import random_token_map, write_model
 from stored import rows_of
@@ -42,9 +41,7 @@ ATOL = 1e-4
 def loaded(tmp_path_factory):
     config, folder = random_legal_config(SEED), tmp_path_factory.mktemp("cache") / "model"
     write_model(folder, config, SEED)
-    with pytest.MonkeyPatch.context() as patch:
-        use_fast_steps(patch)
-        yield ds.load(folder, numerics="float32", token_map=random_token_map(config, SEED))
+    return ds.load(folder, numerics="float32", token_map=random_token_map(config, SEED))
 
 
 @pytest.fixture(scope="module")

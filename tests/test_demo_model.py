@@ -11,7 +11,6 @@ import pytest
 import dsv41_jax as ds
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_map import Mode, layer_map
-from fast_compile import use_fast_steps
 from launch import generate
 from launch.eval_demo import accepted_drafts, held_out_bits, held_out_contexts
 
@@ -22,11 +21,6 @@ COMMON = set("the of and to in that he is his for it with as not be they him thi
 @pytest.fixture(scope="module")
 def demo() -> ds.Model:
     return ds.load("demo")
-
-
-@pytest.fixture
-def fast_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fast_steps(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +44,14 @@ def test_every_mechanism_is_on():
     assert config.n_routed_experts == 8 and config.num_experts_per_tok == 2
 
 
-def test_it_writes_english(demo: ds.Model, fast_steps: None):
+def test_it_writes_english(demo: ds.Model):
     text = demo.generate("The Lord is", max_new_tokens=40, temperature=0)
     words = re.findall(r"[a-z]+", text.lower())
     assert len(words) >= 15
     assert sum(word in COMMON for word in words) > len(words) / 4
 
 
-def test_the_readme_command_prints_the_continuation(demo: ds.Model, fast_steps: None, capsys, monkeypatch):
+def test_the_readme_command_prints_the_continuation(demo: ds.Model, capsys, monkeypatch):
     monkeypatch.setattr(ds, "load", lambda name, numerics: {("demo", "released"): demo}[name, numerics])
     generate.main(["--prompt", "The Lord is", "--max_new_tokens", "8", "--temperature", "0"])
     assert (
@@ -65,7 +59,7 @@ def test_the_readme_command_prints_the_continuation(demo: ds.Model, fast_steps: 
     )
 
 
-def test_the_command_answers_a_chat(demo: ds.Model, fast_steps: None, capsys, monkeypatch):
+def test_the_command_answers_a_chat(demo: ds.Model, capsys, monkeypatch):
     """No chat is in the demo's training text, so it answers with a sermon; the way there and back is the same."""
     monkeypatch.setattr(ds, "load", lambda name, numerics: demo)
     options = {"max_new_tokens": 9, "temperature": 0.7, "min_p": 0.1, "seed": 3, "stop": ["."]}

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 import dsv41_jax as ds
-from dsv41_jax.checkpoint.released_folder import ReleasedFolder
 from dsv41_jax.engram_hot_rows import WAYS, HotRows
 from dsv41_jax.engram_prefetch import PrefetchingTable
 from dsv41_jax.engram_tables import HostTable
-from fast_compile import use_fast_steps
 from random_configs import random_legal_config
 from random_models import random_token_map, write_model
 
@@ -272,24 +270,19 @@ table.prefetch(np.arange(1000))
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_equal_bit_for_bit_in_the_three_places(tmp_path, monkeypatch):
+def test_logits_are_equal_bit_for_bit_in_the_three_places(tmp_path):
     """Two blocks of prompt, the second one's rows announced, and a block of three tokens."""
-    use_fast_steps(monkeypatch)
     config = random_legal_config(25)
     write_model(tmp_path / "model", config, 25)
     token_map = random_token_map(config, 25)
     ids = np.random.default_rng(0).integers(3, config["text_config"]["vocab_size"], (1, 35)).astype(np.int32)
-    folder, found, read = ReleasedFolder.open(tmp_path / "model"), {}, set()
+    found, read = {}, set()
     for place in ("device", "host", "mmap"):
-        model = ds.load(tmp_path / "model", numerics="float32", token_map=token_map, engram=place)
+        model = ds.load(
+            tmp_path / "model", numerics="float32", token_map=token_map, engram=place, engram_hot_bytes=1000 * ENTRY
+        )
         runner, layers = model._runner, model.config.engram_layer_ids
         runner.prefill_block = 16
-        if place != "device":
-            runner.tables = {
-                layer: PrefetchingTable(folder.engram_table(layer, place, np.float32), 1000 * ENTRY) for layer in layers
-            }
-            for i, layer in enumerate(layers):
-                runner.tables[layer].prefetch(runner.hasher(ids)[0][i, :, :32])
         first, cache = model.prefill(ids[:, :32], max_len=256, all_logits=True)
         second, cache = model.decode(cache, ids[:, 32:])
         found[place] = [np.asarray(first), np.asarray(second), *map(np.asarray, jax.tree.leaves(cache.arrays))]

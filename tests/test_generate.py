@@ -12,7 +12,6 @@ from dsv41_jax.completion import GeneratedToken
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.generate import Model
 from dsv41_jax.tokenizer import StreamDecoder
-from fast_compile import use_fast_steps
 from text_model import byte_tokenizer, write_text_model
 
 PROMPT = "the café"
@@ -24,9 +23,7 @@ LIST = ["the café", "a", "an other 漢字"]
 def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text") / "model"
     write_text_model(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        use_fast_steps(patch)
-        yield ds.load(folder, numerics="float32")
+    return ds.load(folder, numerics="float32")
 
 
 def greedy_ids(model, prompt, count):

@@ -3,15 +3,12 @@
 Small elements of a gradient carry the rounding of large ones, so elements are compared on the scale of their tensor.
 """
 
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
 
 import dsv41_jax as ds
 from dsv41_jax import next_token_loss
-from fast_compile import fast_compile
 from tiny_golden import recording
 
 LOSS_ATOL = 5e-6
@@ -20,12 +17,12 @@ ELEMENT_RTOL = 2e-3  # of the tensor's root mean square
 
 
 @pytest.fixture(scope="module")
-def model(tiny) -> Iterator[ds.Model]:
+def model(tiny) -> ds.Model:
     """Tiny model A in float32; its loss programs compile fast."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("loss", "loss_and_grads"):
             body = getattr(next_token_loss, name).__wrapped__
-            program = jax.jit(body, static_argnames=("config", "numerics"), compiler_options=fast_compile())
+            program = jax.jit(body, static_argnames=("config", "numerics"))
             patch.setattr(next_token_loss, name, program)
         yield tiny("float32")
 

@@ -16,7 +16,6 @@ from dsv41_jax.config import ModelConfig, load_config
 from dsv41_jax.layer_loop import LayerLoop
 from dsv41_jax.layer_map import Mode, layer_map
 from dsv41_jax.layer_plan import layer_plan, source_ratios, sources_of_ratio
-from fast_compile import fast_compile, use_fast_steps
 from random_configs import random_legal_config
 from random_models import write_model
 
@@ -136,12 +135,11 @@ def test_repeating_map_is_rolled_up():
 
 
 @pytest.mark.parametrize("changes", [REPEATING, TAPPED], ids=["repeating", "tapped"])
-def test_rolled_and_unrolled_loops_agree(changes, tmp_path, monkeypatch):
-    use_fast_steps(monkeypatch)
+def test_rolled_and_unrolled_loops_agree(changes, tmp_path):
     write_model(tmp_path / "model", small(changes).to_json(), 0)
     loaded = ds.load(tmp_path / "model", numerics="float32")
 
-    @functools.partial(jax.jit, compiler_options=fast_compile())
+    @jax.jit
     def unrolled(params, arrays, ids, start, n_valid):
         # A record asks for the unrolled loop.
         return model.extend(

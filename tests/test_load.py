@@ -11,7 +11,6 @@ import pytest
 
 import dsv41_jax as ds
 from dsv41_jax.checkpoint.released_folder import ReleasedFolder
-from fast_compile import use_fast_steps
 from random_configs import random_legal_config
 from random_models import random_token_map, write_model
 from text_model import byte_tokenizer, text_config, write_text_model
@@ -201,9 +200,8 @@ def test_a_wrong_folder_says_so(folder, tmp_path):
 # --- placements ------------------------------------------------------------------------------------------------------
 
 
-def test_places_and_storages_give_identical_logits(folder, monkeypatch):
+def test_places_and_storages_give_identical_logits(folder):
     """Every E2M1 value under its scale is exact in E4M3 and in bf16, and a table row is the same row anywhere."""
-    use_fast_steps(monkeypatch)
     ids = np.random.default_rng(0).integers(3, 200, (2, 11)).astype(np.int32)
     found, kinds = [], []
     for engram, storage in (("device", "fp4"), ("host", "fp8"), ("mmap", "bf16")):

@@ -1,13 +1,10 @@
 """Tiny model A in float32 against the recorded reference: numbers within 1e-4 and choices equal at every length."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import dsv41_jax as ds
 from dsv41_jax.vision import embed_span, merge_images
-from fast_compile import use_fast_steps
 from layer_by_layer import LayerByLayer
 from neighbours import alone_and_together
 from tiny_golden import (
@@ -30,10 +27,8 @@ MAX_LEN = 512  # one length for the tests of this numerics with one row: a progr
 
 
 @pytest.fixture(scope="module")
-def model(tiny) -> Iterator[ds.Model]:
-    with pytest.MonkeyPatch.context() as patch:
-        use_fast_steps(patch)
-        yield tiny("float32")
+def model(tiny) -> ds.Model:
+    return tiny("float32")
 
 
 def draft_bias(model: ds.Model, tokens: np.ndarray) -> np.ndarray:

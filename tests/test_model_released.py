@@ -4,7 +4,7 @@ Block by block on recorded inputs the arithmetic is held to a few flipped bits. 
 FP8 code and then a choice, so whole-model numbers are held to the noise that perturbed twins of the reference show.
 """
 
-from collections.abc import Iterator
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import dsv41_jax as ds
+from dsv41_jax import runner
 from dsv41_jax.cache import zero_arrays
 from dsv41_jax.hyper_connections import identity_mix
 from dsv41_jax.layer_map import Mode
 from dsv41_jax.model import embed
 from dsv41_jax.pages import PageLayout
 from dsv41_jax.vision import merge_images
-from fast_compile import use_fast_steps
 from layer_by_layer import BLOCK, MAX_LEN, LayerByLayer, engram_step, layer_program, layers
 from neighbours import alone_and_together
 from stored import stored_entries
@@ -40,10 +40,8 @@ N = 41  # tokens of `mid`
 
 
 @pytest.fixture(scope="module")
-def model(tiny) -> Iterator[ds.Model]:
-    with pytest.MonkeyPatch.context() as patch:
-        use_fast_steps(patch)
-        yield tiny("released")
+def model(tiny) -> ds.Model:
+    return tiny("released")
 
 
 def padded(x: np.ndarray) -> jax.Array:
@@ -179,8 +177,14 @@ def test_short(model):
 
 
 @pytest.mark.slow
-def test_short_in_optimised_code(tiny):
-    """What users run: elsewhere in this file the steps are compiled fast."""
+def test_short_in_optimised_code(tiny, monkeypatch):
+    """What users run: elsewhere the steps are compiled without optimisation (see conftest)."""
+    options = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+    step = functools.partial(jax.jit, static_argnames=("config", "numerics", "layers", "all_logits"))
+    step = step(runner._extend.__wrapped__, donate_argnames=("arrays",), compiler_options=options)
+    draft = jax.jit(runner._draft.__wrapped__, static_argnames=("config", "numerics"), compiler_options=options)
+    monkeypatch.setattr(runner, "_extend", step)
+    monkeypatch.setattr(runner, "_draft", draft)
     check_short(tiny("released"))
     check_neighbours(tiny("released"))
 

@@ -20,7 +20,6 @@ from dsv41_jax.csa2 import Attention
 from dsv41_jax.norms import RMSNorm, rms_scale
 from dsv41_jax.runner import Runner
 from dsv41_jax.vision import merge_images
-from fast_compile import fast_compile
 from layer_by_layer import LayerByLayer, layers, new_layer_program
 from tiny_golden import (
     check_block_output,
@@ -81,7 +80,7 @@ def first_draft(model: ds.Model, case: str) -> tuple:
         seeded = dspark.seed_windows(config, numerics, params, arrays, tapped, jnp.zeros(1, jnp.int32), length)
         return dspark.draft(config, numerics, params, seeded, anchor, length, jnp.float32(0), jax.random.key(0))
 
-    draft = jax.jit(draft, compiler_options=fast_compile())
+    draft = jax.jit(draft)
     return draft(model.params, taps, jnp.asarray(g["fp32.decode_tokens"][:1]))
 
 

@@ -18,7 +18,6 @@ from dsv41_jax import cache, model, runner
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_map import Mode, layer_map
 from dsv41_jax.layer_plan import layer_plan
-from fast_compile import fast_compile
 from oracle import Oracle
 from oracle_weights import dequantise
 from random_configs import random_legal_config
@@ -45,7 +44,7 @@ def _recorded(params, arrays, row, ids, start, n_valid, floor, memory, mask, emb
     return logits, cache.put_row(arrays, own, row), chosen
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics"), compiler_options=fast_compile())
+@functools.partial(jax.jit, static_argnames=("config", "numerics"))
 def _packed_logits(params, ids, memory, segment_ids, *, config, numerics):
     hidden, notes = model.forward(config, numerics, params, ids, memory, segment_ids)
     return model.head(config, numerics, params, hidden), notes["experts"]

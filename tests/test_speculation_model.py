@@ -12,7 +12,6 @@ from dsv41_jax.cache import ring_size
 from dsv41_jax.sampling import SamplingOptions
 from dsv41_jax.speculation import SpeculationStats, speculative_loop
 from dsv41_jax.token_loop import check_options, make_request, token_loop
-from fast_compile import use_fast_steps
 from tiny_golden import assert_close, prompt, recording
 
 BLOCK = 5
@@ -20,13 +19,12 @@ MAX_LEN = 512  # as the other tests of tiny A have it: the programs are the same
 
 
 @pytest.mark.parametrize("start", [20, 21])
-def test_a_refused_draft_leaves_no_trace(tiny, monkeypatch, start):
+def test_a_refused_draft_leaves_no_trace(tiny, start):
     """Tiny A reads a recorded text in rounds, drafts refused at place 0, 1, .. 5, a plain token after each round.
 
     Every logit of a right token is the recorded one, whichever way the token was read; the two starts give each place
     both parities. The cache ends more than a ring of 32 rows from the first refusal.
     """
-    use_fast_steps(monkeypatch)
     model, g, rng = tiny("float32"), recording("mid"), np.random.default_rng(start)
     text = np.concatenate([prompt("mid")[0], g["fp32.decode_tokens"][:-1]]).astype(np.int32)
     expected = np.concatenate([g["fp32.prefill_logits"], g["fp32.decode_logits"]])
@@ -74,8 +72,7 @@ def check_held_out(model: ds.Model, golden: Path, batches: int, count: int) -> N
     assert stats.mean_accepted > 1 and (stats.rounds > 0).all()
 
 
-def test_the_text_equals_plain_decoding(golden, monkeypatch):
-    use_fast_steps(monkeypatch)
+def test_the_text_equals_plain_decoding(golden):
     check_held_out(ds.load("demo", numerics="float32"), golden, batches=1, count=6)
 
 

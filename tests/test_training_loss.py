@@ -11,7 +11,6 @@ import numpy as np
 from dsv41_jax.training.draft_rounds import DraftRounds
 from dsv41_jax.training.index_loss import attention_kl
 from dsv41_jax.training.loss import draft_loss, token_nats, weighted_mean
-from fast_compile import fast_compile
 from tiny_training import tiny_training_config, tiny_windows
 
 LOG = np.log
@@ -30,7 +29,7 @@ def test_draft_loss():
     target = jnp.asarray(LOG([[[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]]]), jnp.float32)
     tokens = jnp.asarray([[0, 2]])
     raw = jnp.asarray([[0.0, math.log(3)]])  # confidence 1/2 and 3/4
-    loss, parts = jax.jit(draft_loss, compiler_options=fast_compile())(draft, target, tokens, raw, jnp.ones((1, 2)))
+    loss, parts = jax.jit(draft_loss)(draft, target, tokens, raw, jnp.ones((1, 2)))
     w = math.exp(-0.5)
     ce = (math.log(2) - w * math.log(0.6)) / (1 + w)
     l1 = 0.5 / (1 + w)  # |.5-.25| + |.25-.5| on probabilities, then 0
@@ -47,7 +46,7 @@ def test_draft_loss_leaves_the_target_and_the_acceptance_alone():
     draft, target = jnp.asarray(np.random.default_rng(0).standard_normal((2, 1, 2, 3), np.float32))
     tokens, raw, ones = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2)), jnp.ones((1, 2))
     gradient = jax.grad(lambda d, t, r: draft_loss(d, t, tokens, r, ones)[0], (0, 1, 2))
-    grads = jax.jit(gradient, compiler_options=fast_compile())(draft, target, raw)
+    grads = jax.jit(gradient)(draft, target, raw)
     assert np.all(grads[1] == 0) and np.any(grads[0] != 0)
     np.testing.assert_allclose(grads[2], 0.5 * (0.5 - (1 - 0.5 * _distance(draft, target))), atol=1e-6)
 
@@ -81,7 +80,7 @@ def test_attention_kl():
     scores = jnp.zeros((1, 2, 2))
     visible = jnp.asarray([[[True, True], [False, False]]])
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    gradient = jax.jit(jax.value_and_grad(attention_kl), compiler_options=fast_compile())
+    gradient = jax.jit(jax.value_and_grad(attention_kl))
     value, slope = gradient(logits, scores, visible)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert np.all(slope == 0)  # the main attention is only followed

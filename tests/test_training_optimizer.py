@@ -15,7 +15,6 @@ from dsv41_jax.numerics import FLOAT32
 from dsv41_jax.training.init import init_params
 from dsv41_jax.training.optimizer import labels, learning_rate, make_optimizer
 from dsv41_jax.training.step import balanced_bias, expert_loads
-from fast_compile import fast_compile
 from tiny_training import tiny_training_config
 
 
@@ -41,7 +40,7 @@ def test_each_matrix_of_a_stack_is_orthogonalised_by_itself():
     grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(0), p.shape), params)
     grads["wq_a"]["weight"] *= jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
     optimizer = make_optimizer(lambda step: 1.0)
-    update = jax.jit(optimizer.update, compiler_options=fast_compile())
+    update = jax.jit(optimizer.update)
     updates, _ = update(grads, optimizer.init(params), params)
     for matrix in updates["wq_a"]["weight"]:
         singular = np.linalg.svd(matrix, compute_uv=False) / (0.18 * np.sqrt(16))
@@ -66,7 +65,7 @@ def test_router_bias_moves_towards_the_mean_load():
 
 def test_fresh_parameters_fit_the_manifest_and_repeat():
     config = tiny_training_config()
-    make = jax.jit(partial(init_params, config), compiler_options=fast_compile())
+    make = jax.jit(partial(init_params, config))
     one, two = (dict(flatten(make(jax.random.key(3, impl="unsafe_rbg")))) for _ in range(2))
     expected = dict(flatten(abstract_params(config, FLOAT32)))
     assert {p: (w.shape, w.dtype) for p, w in one.items()} == {p: (w.shape, w.dtype) for p, w in expected.items()}

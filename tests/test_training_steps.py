@@ -20,11 +20,10 @@ from dsv41_jax.training.draft_rounds import DraftRounds
 from dsv41_jax.training.loop import Log, run_stage
 from dsv41_jax.training.optimizer import learning_rate, make_optimizer
 from dsv41_jax.training.step import backbone_step, drafter_step, new_state
-from fast_compile import fast_compile
 from tiny_training import tiny_params, tiny_training_config, tiny_windows
 
 CONFIG = tiny_training_config()
-jit = partial(jax.jit, compiler_options=fast_compile())
+jit = jax.jit
 
 
 @pytest.fixture
