@@ -230,14 +230,14 @@ def resume(
         raise ValueError(f"a prefix of {hit} tokens has {pages_for(hit)} pages, {len(prefix)} are given")
     tables = np.array(cache.peek().page_table)
     pool, rest = jax.tree.leaves(cache.peek().index_key)[0].shape[1], tables.shape[1] - shared
-    present = tables[row].tolist()
+    present, others = tables[row].tolist(), set(np.delete(tables, row, axis=0).ravel().tolist())
     if own_pages is None:
-        others = set(np.delete(tables, row, axis=0).ravel().tolist())
         open_page = [p for p in prefix[shared:] if p in present and p not in others]
         free = [p for p in dict.fromkeys([*present, *range(pool)]) if p not in others | set(prefix)]
         own_pages = open_page + free
     own = [int(p) for p in own_pages][:rest]
-    in_place = prefix[shared:] == own[:1]  # the page that the prefix fills in part is written on
+    # Whether the page that the prefix fills in part is written on.
+    in_place = hit % PAGE_TOKENS > 0 and own[:1] == prefix[-1:] and own[0] not in others
     if len(own) < rest:
         raise ValueError(
             f"{rest} pages that are not the prefix's are needed for the rest of the row (max_len={cache.max_len}), "
