@@ -19,10 +19,11 @@ class HotRows:
     Args:
         row_bytes: stored bytes of a row. limit: bytes for rows and their bookkeeping; allocated at once, and nothing
             more. A limit below one row keeps none.
+        table_rows: rows of the table: there is never room for more.
     """
 
-    def __init__(self, row_bytes: int, limit: int) -> None:
-        rows = max(0, limit) // (row_bytes + _BOOKKEEPING)
+    def __init__(self, row_bytes: int, limit: int, table_rows: int) -> None:
+        rows = min(max(0, limit) // (row_bytes + _BOOKKEEPING), -(-table_rows // WAYS) * WAYS)
         ways = min(WAYS, rows)
         self._sets = rows // ways if ways else 0
         self._ids = np.full((self._sets, ways), -1, np.int64)

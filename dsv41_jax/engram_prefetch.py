@@ -69,15 +69,15 @@ class PrefetchingTable:
 
     Args:
         table: `HostTable` or `FileTable`.
-        hot_bytes: memory for hot rows, allocated at once; 0 keeps none. Rows are kept as stored (264 bytes in the
-            release, 16 more to find them).
+        hot_bytes: memory for hot rows, allocated at once, at most what the whole table needs; 0 keeps none. Rows are
+            kept as stored (264 bytes in the release, 16 more to find them).
     """
 
     def __init__(self, table: StoredTable, hot_bytes: int = 0) -> None:
         if hot_bytes < 0:
             raise ValueError(f"hot_bytes={hot_bytes}: a number of bytes is needed, or 0 to keep no rows")
         self._table = table
-        self._hot = HotRows(table.row_bytes, hot_bytes)
+        self._hot = HotRows(table.row_bytes, hot_bytes, table.shape[0])
         self._lock = threading.Lock()  # of the hot rows, the staged batches and the counters; never held over a read
         self._staged: list[_Batch] = []
         self._asked = self._found_hot = self._found_staged = self._read_rows = 0

@@ -157,7 +157,7 @@ def test_counts_with_hot_rows(watched):
 
 def test_hot_rows_equal_a_python_model():
     """Sets of 8 with the least recently used forgotten, against dictionaries in order of use; row by row."""
-    rng, hot = np.random.default_rng(2), HotRows(8, 5 * WAYS * 24)
+    rng, hot = np.random.default_rng(2), HotRows(8, 5 * WAYS * 24, 300)
     sets: list[dict[int, None]] = [{} for _ in range(5)]
     for id_ in (rng.zipf(1.3, 2000) % 300).tolist():
         own, out = sets[id_ % 5], np.zeros((1, 8), np.uint8)
@@ -176,8 +176,16 @@ def test_hot_rows_equal_a_python_model():
     assert hot.nbytes == 5 * WAYS * 24
 
 
+@pytest.mark.parametrize("rows", [1, 8, 9, 30])
+def test_a_small_table_is_held_whole(rows):
+    hot, ids = HotRows(8, 1 << 30, rows), np.arange(rows)
+    hot.put(ids, np.zeros((rows, 8), np.uint8))
+    assert hot.kept == rows and hot.find(ids, np.zeros((rows, 8), np.uint8)).all()
+    assert hot.nbytes <= (rows + WAYS - 1) * 24
+
+
 def test_more_new_rows_than_a_set_holds():
-    hot, ids = HotRows(8, 5 * WAYS * 24), np.arange(0, 100, 5)  # 20 rows of set 0
+    hot, ids = HotRows(8, 5 * WAYS * 24, 300), np.arange(0, 100, 5)  # 20 rows of set 0
     rows = np.repeat(ids[:, None], 8, axis=1).astype(np.uint8)
     hot.put(ids, rows)
     out = np.zeros_like(rows)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import dsv41_jax as ds
+from dsv41_jax import runner
 from dsv41_jax.cache import ring_size
 from dsv41_jax.sampling import SamplingOptions
 from dsv41_jax.speculation import SpeculationStats, speculative_loop
@@ -76,8 +78,21 @@ def test_the_text_equals_plain_decoding(golden):
     check_held_out(ds.load("demo", numerics="float32"), golden, batches=1, count=6)
 
 
+@pytest.fixture
+def optimised(monkeypatch):
+    """Steps compiled as users compile them; elsewhere that is without optimisation (see conftest)."""
+    options = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+    static = ("config", "numerics")
+    step, draft = runner._extend.__wrapped__, runner._draft.__wrapped__
+    step = jax.jit(
+        step, static_argnames=(*static, "layers", "all_logits"), donate_argnames=("arrays",), compiler_options=options
+    )
+    monkeypatch.setattr(runner, "_extend", step)
+    monkeypatch.setattr(runner, "_draft", jax.jit(draft, static_argnames=static, compiler_options=options))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("numerics", ["released", "float32"])
-def test_long_texts_equal_plain_decoding(golden, numerics):
-    """320 prompts, compiled as users compile."""
+def test_long_texts_equal_plain_decoding(golden, optimised, numerics):
+    """320 prompts."""
     check_held_out(ds.load("demo", numerics=numerics), golden, batches=5, count=24)
