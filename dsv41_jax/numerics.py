@@ -70,8 +70,8 @@ def _widen_operands() -> bool:
 def einsum_f32(spec: str, a: Array, b: Array) -> Array:
     """Einsum with exact products and float32 accumulation; the result is float32 and unrounded.
 
-    bf16 products are exact in float32, so widening the operands first changes nothing. CPUs multiply float32 faster
-    than bf16, and there the sum of a row does not depend on the other rows as long as there are at least two.
+    bf16 products are exact in float32, so widening the operands first changes nothing, and CPUs multiply float32
+    faster. The order of a row's sum may depend on how many rows there are: steps have few, fixed numbers of rows.
     """
     if _widen_operands() or a.dtype == jnp.float32 or b.dtype == jnp.float32:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -81,8 +81,8 @@ def einsum_f32(spec: str, a: Array, b: Array) -> Array:
 def project_rows(x: Array, matrix: Array) -> Array:
     """x [..., k] times matrix [n, k] transposed -> float32 [..., n], unrounded.
 
-    A single row is computed twice: a matrix-vector product sums in another order than a matrix product, and a row's
-    numbers must not depend on whether it has neighbours.
+    A single row is computed twice: a matrix-vector product sums in another order than a matrix product, and one token
+    of one sequence must give what it gives in a small batch.
     """
     lead = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1])

@@ -1,6 +1,7 @@
 """From checked prompts to tokens: the request, and the loop that samples it."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,8 @@ def check_options(
 ) -> TextOptions:
     """Check the options of a text call; ValueError or TypeError names what is wrong."""
     if prefill_mode == "ced" and not config.supports_ced:
-        prefill_mode = "exact"  # the same prompt without the saving
+        warnings.warn('prefill_mode="ced": this layer map has no encoder-only prefill, "exact" is used', stacklevel=4)
+        prefill_mode = "exact"
     ced.check_mode(prefill_mode, config)
     sampling.check_vocabulary(config.vocab_size)
     if logprobs is not None:

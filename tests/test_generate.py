@@ -72,6 +72,13 @@ def test_greedy_text_is_what_prefill_and_decode_say(loaded, greedy):
         assert loaded.generate(PROMPT, max_new_tokens=12, seed=3, **cold) == text
 
 
+def test_a_map_without_encoder_only_prefill_is_reported(loaded):
+    assert not loaded.config.supports_ced
+    with pytest.warns(UserWarning, match='"exact" is used'):
+        text = loaded.generate(PROMPT, max_new_tokens=3, temperature=0)
+    assert text == loaded.generate(PROMPT, max_new_tokens=3, temperature=0, prefill_mode="exact")
+
+
 def test_a_list_gives_a_list_and_rows_do_not_depend_on_neighbours(loaded):
     assert loaded.generate([]) == []
     together = loaded.generate(LIST, max_new_tokens=10, temperature=0)
