@@ -143,23 +143,25 @@ _ROW_STATE = ("window", "draft_window", "tail_values", "tail_gates")  # batch ax
 _ROW_NUMBERS = ("page_table", "encoder_floor", "decoder_floor")  # batch axis 0
 
 
-def take_row(arrays: CacheArrays, row: Array) -> CacheArrays:
-    """The cache of one row (int32 scalar): its own state, and all pages."""
+def take_rows(arrays: CacheArrays, first: Array, count: int = 1) -> CacheArrays:
+    """The cache of `count` rows from `first` (int32 scalar) on: their own state, and all pages."""
 
     def pick(name: str, axis: int):
-        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1, axis), getattr(arrays, name))
+        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, count, axis), getattr(arrays, name))
 
     return arrays.replace(
         **{name: pick(name, 1) for name in _ROW_STATE}, **{name: pick(name, 0) for name in _ROW_NUMBERS}
     )
 
 
-def put_row(arrays: CacheArrays, own: CacheArrays, row: Array) -> CacheArrays:
-    """The cache after `own`, from `take_row`, has moved on."""
+def put_rows(arrays: CacheArrays, own: CacheArrays, first: Array) -> CacheArrays:
+    """The cache after `own`, from `take_rows`, has moved on."""
 
     def put(name: str, axis: int):
         return jax.tree.map(
-            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, axis), getattr(arrays, name), getattr(own, name)
+            lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, first, axis),
+            getattr(arrays, name),
+            getattr(own, name),
         )
 
     kept = {name: getattr(arrays, name) for name in _ROW_NUMBERS}
@@ -203,9 +205,7 @@ class Cache:
         Raises:
             RuntimeError: they were handed over before.
         """
-        if self.arrays is None:
-            raise RuntimeError("this cache was donated to an earlier call: continue with the cache that call returned")
-        arrays, self.arrays = self.arrays, None
+        arrays, self.arrays = self.peek(), None
         return arrays
 
     def pages(self, row: int) -> list[int]:

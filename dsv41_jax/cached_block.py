@@ -26,6 +26,9 @@ from dsv41_jax.tiles import TEMPORARY_BYTES, largest_tile
 
 # Fewer queries to a tile than these (or the window) save nothing: their windows overlap.
 _WINDOW_TILE = 64
+# Blocks of so few queries read each query's window by itself, as a single token does: a verify block then sums in the
+# order of plain decoding.
+_SINGLY = 8
 
 
 class CachedBlock:
@@ -195,6 +198,13 @@ class CachedBlock:
 
         def tile(first: Array, q: Array, selection: Array | None) -> Array:
             t = q.shape[1]
+            if t <= _SINGLY:
+                column = jnp.arange(t)[:, None] + jnp.arange(width)
+                own, there = keys[:, column], exists[:, column]
+                if selection is None:
+                    return attend(q, own, there, None, None)
+                place = self.places(run.ratio, jnp.maximum(selection, 0))
+                return attend(q, own, there, layout.read_main(pool, slot, *place), selection >= 0)
             i, j = jnp.arange(t)[:, None], jnp.arange(width - 1 + t)
             near = (i <= j) & (j < i + width)  # key j stands width - 1 positions before query j
             own, there = keys, exists

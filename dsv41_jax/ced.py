@@ -101,13 +101,11 @@ def read_row(
         mask = None if prompt.image_mask is None else prompt.image_mask[None]
         rows = runner.hasher(prompt.ids[None], mask)[0]
 
-    def part(x: np.ndarray | None, block: tuple[str, int, int], axis: int = 0, fill: int = 0) -> np.ndarray | None:
-        """A block of x along an axis, padded to the static length."""
+    def part(x: np.ndarray | None, block: tuple[str, int, int], axis: int = 0) -> np.ndarray | None:
+        """A block of x along an axis; its last row is repeated up to the static length, and counts for nothing."""
         if x is None:
             return None
-        taken = np.take(x, np.arange(block[1], block[2]), axis)
-        pad = [(0, size - taken.shape[axis]) if i == axis else (0, 0) for i in range(x.ndim)]
-        return np.pad(taken, pad, constant_values=fill)
+        return np.take(x, np.minimum(np.arange(block[1], block[1] + size), block[2] - 1), axis)
 
     pieces, blocks = [], list(reading.blocks(size))
     for block, after in zip(blocks, [*blocks[1:], None], strict=True):
@@ -117,12 +115,12 @@ def read_row(
             runner.announce_engram(part(rows, after, axis=2))
         logits, arrays = runner.step(
             arrays,
-            part(prompt.ids, block, fill=runner.config.pad_token_id)[None],
+            part(prompt.ids, block)[None],
             np.array([first]),
             np.array([stop - first]),
             memory,
             *(None if x is None else part(x, block)[None] for x in (prompt.image_mask, prompt.image_embeds)),
-            row=row,
+            first=row,
             write_floor=np.array([write_floor]),
             layers=layers,
             all_logits=all_logits,
@@ -244,11 +242,19 @@ def resume(
             f"got {own}"
         )
     named = prefix[:shared] + own if in_place else prefix + own
-    if len(set(named)) < len(named) or not all(0 <= p < pool for p in named):
+    if len(set(named)) < len(named) or not all(0 <= p < pool for p in named) or others & set(own):
         raise ValueError(
-            f"pages {prefix} of the prefix and {own} for the rest: each must be one of the cache's {pool} pages, and "
-            "be named once"
+            f"pages {prefix} of the prefix and {own} for the rest: each must be one of the cache's {pool} pages and be "
+            "named once, and those for the rest by no other row"
         )
+    # A row that wrote the shared pages, or shares them too, will not write them again.
+    sharing = {other: _shared_tokens(tables[other], prefix[:shared]) for other in range(len(tables)) if other != row}
+    for other, tokens in sharing.items():
+        if cache.lengths[other] < tokens:
+            raise ValueError(
+                f"row {other} names {tokens} tokens of the prefix's pages and is at length {cache.lengths[other]}: it "
+                "would write them again. Start that row anew first, or adopt a shorter prefix"
+            )
     table = prefix[:shared] + own
     [prompt] = prompts_of(runner, np.asarray(token_ids)[None], np.array([n]), [list(images)])
     reading = Reading.of(config, "ced", n, hit)
@@ -267,15 +273,19 @@ def resume(
     lengths[row] = written[row] = n
     floor = cache.floor.copy()
     floor[row] = max(hit, reading.split)
-    for other in set(range(len(tables))) - {row}:  # whoever wrote the shared pages may not write them again
-        same = np.cumprod(tables[other, :shared] == prefix[:shared]).sum()
-        floor[other] = max(floor[other], same * PAGE_TOKENS)
+    for other, tokens in sharing.items():
+        floor[other] = max(floor[other], tokens)
     if history is not None:
         history = history.copy()
         history[row] = history_after(runner, prompt)
     return logits, dataclasses.replace(
         cache, arrays=arrays, lengths=lengths, written=written, history=history, floor=floor
     )
+
+
+def _shared_tokens(table: np.ndarray, pages: list[int]) -> int:
+    """How many tokens of a row are in the first of these pages."""
+    return int(np.cumprod(table[: len(pages)] == pages).sum()) * PAGE_TOKENS
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("arrays",))

@@ -5,7 +5,7 @@ import binascii
 import dataclasses
 import json
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import deepseek_recipe
@@ -58,7 +58,7 @@ def read_dialogue(
         raise ValueError("messages=[]: at least one message is needed")
     level, effort = _effort(thinking)
     images: list[Any] = []
-    offered, schema, converted = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ())], None, []
+    offered, schema, converted = [_tool(f"tools[{i}]", tool) for i, tool in _listed("tools", tools)], None, []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if not isinstance(message, Mapping):
@@ -67,7 +67,7 @@ def read_dialogue(
         if role not in ROLES:
             hint = "; give a developer's message the role system" if role == "developer" else ""
             raise ValueError(f"{where} has the role {role!r}: one of {', '.join(ROLES)} is needed{hint}")
-        own = [_tool(f"{where}.tools[{k}]", tool) for k, tool in enumerate(message.get("tools") or ())]
+        own = [_tool(f"{where}.tools[{k}]", tool) for k, tool in _listed(f"{where}.tools", message.get("tools"))]
         if i == 0:
             offered, own = offered + own, []
             schema = message.get("response_format")
@@ -94,6 +94,15 @@ def read_dialogue(
         response_schema=schema,
     )
     return Dialogue(conversation, images, level is not None, effort, continues, assistant and not continues, task)
+
+
+def _listed(where: str, values: object) -> Iterable[tuple[int, Any]]:
+    """Numbered elements of a list that may be left out; TypeError for anything else."""
+    if values is None:
+        return ()
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        raise TypeError(f"{where}={values!r}: a list is needed")
+    return enumerate(values)
 
 
 def _effort(thinking: object) -> tuple[str | None, int | None]:
@@ -135,7 +144,8 @@ def _message(where: str, role: str, message: Mapping, tools: list, images: list)
         reasoning = message.get("reasoning_content", message.get("reasoning"))
         if reasoning is not None:
             check_text(f"{where}.reasoning_content", reasoning, empty=True)
-        calls = [_call(f"{where}.tool_calls[{k}]", c) for k, c in enumerate(message.get("tool_calls") or ())]
+        given = _listed(f"{where}.tool_calls", message.get("tool_calls"))
+        calls = [_call(f"{where}.tool_calls[{k}]", c) for k, c in given]
         prefix = bool(message.get("prefix") or message.get("wo_eos"))
         return deepseek_recipe.AssistantMessage(content, reasoning, calls or None, prefix)
     if role == "tool":

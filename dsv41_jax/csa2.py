@@ -29,20 +29,18 @@ def attend(
 
     Args:
         q: [B, t, H, d]. sink: float32 [H].
-        window_kv: [B, n, d] with window_mask bool [B, t, n].
-        selected_kv: None, or entries gathered for each query [B, t, K, d], or shared by the queries [B, N, d];
-            selected_mask bool [B, t, K or N].
+        window_kv: shared by the queries [B, n, d] or gathered for each [B, t, n, d], with window_mask bool [B, t, n].
+        selected_kv: None, or entries in one of the two forms; selected_mask bool [B, t, K].
 
     Returns:
         [B, t, H, d] in the activation dtype. Probabilities are rounded to it too (relative to the row maximum); the
         denominator is not rounded. A query without any key yields exactly 0.
     """
     scale = jnp.float32(q.shape[-1] ** -0.5)
-    parts = [("bthd,bnd->bthn", "bthn,bnd->bthd", window_kv, window_mask)]
+    forms = {3: ("bthd,bnd->bthn", "bthn,bnd->bthd"), 4: ("bthd,btnd->bthn", "bthn,btnd->bthd")}
+    parts = [(*forms[window_kv.ndim], window_kv, window_mask)]
     if selected_kv is not None:
-        gathered = selected_kv.ndim == 4
-        keys = ("bthd,btnd->bthn", "bthn,btnd->bthd") if gathered else parts[0][:2]
-        parts.append((*keys, selected_kv, selected_mask))
+        parts.append((*forms[selected_kv.ndim], selected_kv, selected_mask))
     logits = [
         jnp.where(mask[:, :, None, :], einsum_f32(scores, q, kv) * scale, -jnp.inf) for scores, _, kv, mask in parts
     ]

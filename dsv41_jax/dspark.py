@@ -141,8 +141,8 @@ def draft(
     """One draft round after the backbone has processed `start` tokens of each row.
 
     Args:
-        anchor: int32 [B], the next token, at position start [B]. temperature: float32 scalar, 0 for argmax. key: PRNG
-            key.
+        anchor: int32 [B], the next token, at position start [B]. temperature: float32 scalar, 0 for argmax. key: a PRNG
+            key, or one for each row [B], so that a row's drafts do not depend on its place.
 
     Returns:
         tokens int32 [B, block + 1] (the anchor first), logits float32 [B, block, V], raw confidence float32 [B, block].
@@ -157,11 +157,13 @@ def draft(
     hidden = draft_hidden(config, numerics, params, anchor, start, window_kv, window_mask)
     base = base_logits(config, numerics, params, hidden)
 
+    keys = key if key.ndim else jax.random.split(key, anchor.shape[0])
+
     def propose(previous: Array, i: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         e, bias = markov(numerics, params, previous)
         logits = base[:, i] + bias
         warm = logits / jnp.maximum(temperature, 1e-6)
-        sampled = jax.random.categorical(jax.random.fold_in(key, i), warm, axis=-1)
+        sampled = jax.vmap(lambda k, row: jax.random.categorical(jax.random.fold_in(k, i), row))(keys, warm)
         token = jnp.where(temperature > 0, sampled, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
         return token, (token, logits, confidence(params, hidden[:, i], e))
 

@@ -161,7 +161,7 @@ class Model:
 
         Args:
             cache: only read. token_ids: int32 [B], the next token of each row.
-            temperature: 0 drafts the likeliest tokens; above 0 a key is needed.
+            temperature: 0 drafts the likeliest tokens; above 0 a key is needed, or a key for each row [B].
 
         Returns:
             tokens int32 [B, block + 1] (the given one first), logits float32 [B, block, V], raw confidence float32 [B,

@@ -15,13 +15,13 @@ from jax import Array
 
 from dsv41_jax import dspark, model
 from dsv41_jax.blocks import Params
-from dsv41_jax.cache import MAX_REWIND, Cache, CacheArrays, put_row, take_row, zero_arrays
+from dsv41_jax.cache import MAX_REWIND, Cache, CacheArrays, put_rows, take_rows, zero_arrays
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import DEAD, EngramHasher
 from dsv41_jax.engram_prefetch import PrefetchingTable
 from dsv41_jax.numerics import Numerics
 
-_SMALLEST_BLOCK = 16
+_SMALLEST_BLOCK = 8  # an anchor and the drafts of the released model fit
 _SMALLEST_CACHE = 256
 
 _compiled = 0
@@ -51,7 +51,7 @@ def counted(function: Callable) -> Callable:
 def _extend(
     params: Params,
     arrays: CacheArrays,
-    row: Array | None,
+    first: Array | None,
     token_ids: Array,
     start: Array,
     n_valid: Array,
@@ -65,13 +65,13 @@ def _extend(
     layers: str,
     all_logits: bool,
 ) -> tuple[Array | None, CacheArrays]:
-    """`model.extend` of all rows, or of one row (int32 scalar) whose inputs have a batch of 1."""
+    """`model.extend` of all rows, or of as many as the inputs have, from row `first` (int32 scalar) on."""
     step = functools.partial(model.extend, config, numerics, params, layers=layers, all_logits=all_logits)
     inputs = (token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor)
-    if row is None:
+    if first is None:
         return step(arrays, *inputs)
-    logits, own = step(take_row(arrays, row), *inputs)
-    return logits, put_row(arrays, own, row)
+    logits, own = step(take_rows(arrays, first, len(token_ids)), *inputs)
+    return logits, put_rows(arrays, own, first)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"))
@@ -91,7 +91,7 @@ def _draft(
 
 
 def block_bucket(tokens: int) -> int:
-    """Static length of a block of `tokens` tokens: 1, or a power of two from 16 on."""
+    """Static length of a block of `tokens` tokens: 1, or a power of two from 8 on."""
     return 1 if tokens == 1 else max(_SMALLEST_BLOCK, 1 << (tokens - 1).bit_length())
 
 
@@ -108,9 +108,12 @@ class Runner:
         tables: {layer: table} for Engram tables off the device; layers not in it have theirs in `params`.
         prefill_block: tokens of a row that one prefill step takes. It is the same for every prompt: another length may
             round differently, and a prompt's numbers must not depend on how long its neighbours are.
+        decode_rows: rows that one decode step takes; more are decoded in tiles, because the order of a sum depends on
+            the number of rows from some size on (1, 2 and 4 give the same bits).
     """
 
     prefill_block: int = 64
+    decode_rows: int = 4
 
     def __init__(
         self,
@@ -144,19 +147,19 @@ class Runner:
         memory: dict[str, Array],
         image_mask: np.ndarray | None = None,
         image_embeds: np.ndarray | None = None,
-        row: int | None = None,
+        first: int | None = None,
         write_floor: np.ndarray | None = None,
         layers: str = "all",
         all_logits: bool = False,
     ) -> tuple[Array | None, CacheArrays]:
-        """One program: `model.extend` of all rows, or of one `row` of the cache with a batch of 1. `arrays` are
-        donated.
+        """One program: `model.extend` of all rows of the cache, or of those from `first` on that the inputs have.
+        `arrays` are donated.
         """
-        one_row = len(arrays.encoder_floor) == 1
+        everything = len(arrays.encoder_floor) == len(token_ids)
         return _extend(
             self.params,
             arrays,
-            None if row is None or one_row else jnp.int32(row),
+            None if everything else jnp.int32(first),
             jnp.asarray(token_ids, jnp.int32),
             jnp.asarray(start, jnp.int32),
             jnp.asarray(n_valid, jnp.int32),
@@ -181,8 +184,8 @@ class Runner:
     ) -> tuple[Array, Cache]:
         """All layers on token_ids [B, t] of which n_valid [B] count; the cache is spent.
 
-        Single tokens of all rows are one program. Blocks of several tokens run row by row: a large matrix product may
-        sum in an order that depends on how many rows it has, and a row's numbers must not depend on its neighbours.
+        Single tokens run in tiles of `decode_rows` rows, blocks of several tokens row by row: the order of a sum may
+        depend on how many rows there are, and a row's numbers must not depend on its neighbours.
 
         Returns:
             logits [B, V] or [B, t, V], and the cache.
@@ -196,23 +199,21 @@ class Runner:
             )
         rows, history = self._engram_rows(cache, token_ids, n_valid, image_mask)
         arrays, start = cache.take(), cache.lengths
-        inputs = (token_ids, start, n_valid)
-        if t == 1 or b == 1:
-            memory = self.engram_input(rows)
-            logits, arrays = self.step(arrays, *inputs, memory, image_mask, image_embeds, all_logits=all_logits)
-            if t == 1 and not all_logits:
-                logits = logits[:, 0]
-        else:
-            pieces = []
-            for row in range(b):
-                one = slice(row, row + 1)
-                masks = [None if x is None else x[one] for x in (image_mask, image_embeds)]
-                memory = self.engram_input(None if rows is None else rows[:, one])
-                out, arrays = self.step(
-                    arrays, *(x[one] for x in inputs), memory, *masks, row=row, all_logits=all_logits
-                )
-                pieces.append(out)
-            logits = jnp.concatenate(pieces)
+        pieces, height = [], self.decode_rows if t == 1 else 1
+        for first in range(0, b, height):
+            tile = slice(first, min(first + height, b))
+            out, arrays = self.step(
+                arrays,
+                *(x[tile] for x in (token_ids, start, n_valid)),
+                self.engram_input(None if rows is None else rows[:, tile]),
+                *(None if x is None else x[tile] for x in (image_mask, image_embeds)),
+                first=first,
+                all_logits=all_logits,
+            )
+            pieces.append(out)
+        logits = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+        if t == 1 and not all_logits:
+            logits = logits[:, 0]
         end = end.astype(np.int32)
         return logits, dataclasses.replace(
             cache, arrays=arrays, lengths=end, written=np.maximum(cache.written, end), history=history
@@ -226,6 +227,9 @@ class Runner:
             return None, None
         compressed = self.hasher.compress(token_ids, image_mask)
         rows = self.hasher.hash(compressed, cache.history[:, -self.hasher.lookback :])
+        # Padding reads the rows of the last real token, so that tables off the device read nothing for it.
+        place = np.minimum(np.arange(token_ids.shape[1]), np.maximum(n_valid - 1, 0)[:, None])
+        rows = np.take_along_axis(rows, place[None, :, :, None], axis=2)
         joined = np.concatenate([cache.history, compressed], axis=1)
         keep = n_valid[:, None] + np.arange(cache.history.shape[1])
         return rows, np.take_along_axis(joined, keep, axis=1)

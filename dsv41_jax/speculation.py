@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dsv41_jax.generate import Model
     from dsv41_jax.token_loop import Request
 
-_DRAFT_STREAM = 2**32 - 1  # no row draws from it
+_DRAFT_STREAM = 2**32 - 1  # no token of an output has this place
 
 
 @flax.struct.dataclass
@@ -99,6 +99,17 @@ def accept(
     return Verdict(accepted, tokens, counts.replace(in_output=in_output))
 
 
+@jax.jit
+def _draft_keys(settings: RowSettings, round_: Array) -> Array:
+    """Keys [B] of a round's drafts, by each row's seed and stream."""
+
+    def key(seed: Array, stream: Array) -> Array:
+        row = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), _DRAFT_STREAM)
+        return jax.random.fold_in(row, round_)
+
+    return jax.vmap(key)(settings.seed, settings.stream)
+
+
 def _keys(settings: RowSettings, step: Array) -> tuple[Array, Array]:
     """Keys [B] of the choice at each row's `step`-th token of the output, and of drawing another instead."""
 
@@ -147,7 +158,6 @@ def speculative_loop(
     if not config.n_draft:
         raise ValueError("speculation needs draft blocks, and this model has none (num_nextn_predict_layers is 0)")
     temperature = options.sampling.temperature
-    draft_key = jax.random.fold_in(jax.random.key(options.sampling.seed), _DRAFT_STREAM)
     # Rejected drafts need room past the last token; without it the last rounds are shorter.
     longest = int(request.lengths.max()) + options.max_new_tokens + config.dspark_block_size
     max_len = min(cache_bucket(longest), config.max_position_embeddings)
@@ -182,7 +192,7 @@ def speculative_loop(
         read = int(min(config.dspark_block_size + 1, cache.max_rewind, max_len - lengths.max()))
         anchor = tokens[np.arange(batch), accepted]
         drafts, draft_logits = _draft(
-            model, cache, anchor, read - 1, temperature, jax.random.fold_in(draft_key, round_)
+            model, cache, anchor, read - 1, temperature, _draft_keys(request.settings, jnp.uint32(round_))
         )
         block_logits, cache = model.decode(cache, np.concatenate([anchor[:, None], drafts], axis=1))
         verdict = accept(block_logits, draft_logits, jnp.asarray(drafts), request.settings, counts, jnp.array(made))

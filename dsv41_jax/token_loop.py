@@ -130,16 +130,18 @@ def make_request(
     rows = 1 << (wanted - 1).bit_length()
     prompt_of = [row // samples if row < wanted else 0 for row in range(rows)]
     token_ids = np.full((rows, longest), config.pad_token_id, np.int32)
-    for row, prompt in enumerate(prompt_of):
+    lengths = np.ones(rows, np.int32)  # rows that only fill the bucket read one token
+    for row, prompt in enumerate(prompt_of[:wanted]):
         token_ids[row, : len(encoded[prompt])] = encoded[prompt]
+        lengths[row] = len(encoded[prompt])
     # The first sample of a prompt is the one that n=1 gives.
     streams = [prompt + (row % samples << 16) for row, prompt in enumerate(prompt_of)]
     return Request(
         token_ids=token_ids,
-        lengths=np.array([len(encoded[prompt]) for prompt in prompt_of], np.int32),
+        lengths=lengths,
         wanted=wanted,
         settings=row_settings([options.sampling] * rows, streams, config.vocab_size),
-        images=None if images is None else [list(images[prompt]) for prompt in prompt_of],
+        images=None if images is None else [list(images[p]) if r < wanted else [] for r, p in enumerate(prompt_of)],
         max_len=min(cache_bucket(longest + options.max_new_tokens), limit),
         options=options,
     )

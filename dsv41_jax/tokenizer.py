@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import tokenizers
 
 from dsv41_jax.arguments import check_text
+from dsv41_jax.checkpoint.safetensors_file import CheckpointError
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -72,13 +73,18 @@ class Tokenizer:
     def from_folder(cls, folder: str | os.PathLike) -> Tokenizer:
         """Read `tokenizer.json`; BOS and EOS from `config.json`, which alone is authoritative, where there is one.
 
-        Raises FileNotFoundError without a tokenizer.json, KeyError where tokenizer_config.json names an unknown token.
+        Raises FileNotFoundError without a tokenizer.json, CheckpointError for a damaged one, KeyError where
+        tokenizer_config.json names an unknown token.
         """
         folder = os.fspath(folder)
         file = os.path.join(folder, "tokenizer.json")
         if not os.path.isfile(file):
             raise FileNotFoundError(f"{file}: this folder has no tokenizer")
-        tokenizer = cls(tokenizers.Tokenizer.from_file(file))
+        try:
+            backend = tokenizers.Tokenizer.from_file(file)
+        except Exception as error:  # the library raises nothing more special
+            raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
+        tokenizer = cls(backend)
         config = _read_json(os.path.join(folder, "config.json"))
         names = _read_json(os.path.join(folder, "tokenizer_config.json"))
         for which in ("bos", "eos"):

@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         "--shard_bytes", type=int, default=5_000_000_000, help="limit of one safetensors file (default: 5 GB)"
     )
     flags = parser.parse_args(argv)
+    if flags.shard_bytes < 1:
+        parser.error(f"--shard_bytes={flags.shard_bytes}: at least 1 is needed")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the parameters pass through host memory
 
     from dsv41_jax.checkpoint.convert import convert

@@ -14,7 +14,7 @@ import numpy as np
 
 import dsv41_jax as ds
 from dsv41_jax import ced, model, runner
-from dsv41_jax.cache import Cache, put_row, take_row
+from dsv41_jax.cache import Cache, put_rows, take_rows
 from dsv41_jax.layer_plan import sources_of_ratio
 from tiny_golden import image_inputs, prompt, recording
 
@@ -31,9 +31,9 @@ def _recorded(params, arrays, row, *inputs, config, numerics, layers, all_logits
     ids, start, n_valid, floor, memory, mask, embeds = inputs
     notes = {}
     step = functools.partial(model.extend, config, numerics, params, layers=layers, all_logits=all_logits)
-    logits, own = step(take_row(arrays, row), ids, start, n_valid, memory, mask, embeds, floor, record=notes)
+    logits, own = step(take_rows(arrays, row), ids, start, n_valid, memory, mask, embeds, floor, record=notes)
     kept = {(name, i): note[name] for i, note in notes.items() for name in ("selection", "block_out") if name in note}
-    return logits, put_row(arrays, own, row), kept
+    return logits, put_rows(arrays, own, row), kept
 
 
 class Watch:

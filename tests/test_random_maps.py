@@ -36,12 +36,12 @@ SLOW_SEEDS = range(200, 250)
 @functools.partial(jax.jit, static_argnames=("config", "numerics", "layers", "all_logits"))
 def _recorded(params, arrays, row, ids, start, n_valid, floor, memory, mask, embeds, *, config, numerics, **static):
     """As the step of `runner` for one row, and what each layer chose."""
-    notes, own = {}, cache.take_row(arrays, row)
+    notes, own = {}, cache.take_rows(arrays, row)
     step = functools.partial(model.extend, config, numerics, record=notes, **static)
     logits, own = step(params, own, ids, start, n_valid, memory, mask, embeds, floor)
     wanted = ("selection", "pool", "experts")
     chosen = {i: {k: note[k] for k in wanted if k in note} for i, note in notes.items()}
-    return logits, cache.put_row(arrays, own, row), chosen
+    return logits, cache.put_rows(arrays, own, row), chosen
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"))

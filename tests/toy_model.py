@@ -80,7 +80,8 @@ class ToyModel:
             logits.append(self.draft_table[self.entry(before, last, cache.lengths + 1 + i)])
             warm = logits[-1] / max(temperature, 1e-6)
             # As in jax, a row's noise depends on its number in the batch, and not on how many follow it.
-            noise = np.random.default_rng([i, *jax.random.key_data(key).tolist()]).gumbel(size=warm.shape)
+            rows = jax.random.key_data(key).tolist()  # a key for each row
+            noise = np.stack([np.random.default_rng([i, *row]).gumbel(size=warm.shape[1:]) for row in rows])
             before, last = last, (warm + noise * (temperature > 0)).argmax(-1)
             tokens.append(last)
         return np.stack(tokens, axis=1), np.stack(logits, axis=1), None

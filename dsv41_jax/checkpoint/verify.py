@@ -149,7 +149,11 @@ def _numbers(entries: dict[str, TensorEntry], sample: float, report: _Report) ->
 def _first_layers(folder: ReleasedFolder, layers: int, report: _Report) -> None:
     config = folder.config
     layers = min(layers, config.num_hidden_layers)
-    token_map = _token_map(folder.path, config)
+    try:
+        token_map = _token_map(folder.path, config)
+    except CheckpointError as error:
+        report.found([str(error)])
+        return
     first_engram = min(config.engram_layer_ids, default=layers)
     if token_map is None and first_engram < layers:
         layers = first_engram
