@@ -12,7 +12,7 @@ from jax import Array
 
 from dsv41_jax.linear import Linear, weight_matrix
 from dsv41_jax.norms import RMSNorm
-from dsv41_jax.numerics import Numerics, einsum_f32
+from dsv41_jax.numerics import Numerics, einsum_f32, row_sum
 from dsv41_jax.rope import rotate_tail
 
 
@@ -50,7 +50,7 @@ def attend(
     total = jnp.zeros(q.shape, jnp.float32)
     for part, (_, values, kv, _) in zip(logits, parts, strict=True):
         p = jnp.exp(part - peak[..., None])
-        denominator = denominator + jnp.sum(p, axis=-1)
+        denominator = denominator + row_sum(p)
         total = total + einsum_f32(values, numerics.round(p), kv)
     return numerics.round(total / denominator[..., None])
 

@@ -21,7 +21,7 @@ from jax import Array
 from dsv41_jax import quant
 from dsv41_jax.linear import Linear
 from dsv41_jax.norms import rms_scale
-from dsv41_jax.numerics import Numerics
+from dsv41_jax.numerics import Numerics, row_sum
 
 if TYPE_CHECKING:
     from dsv41_jax.config import ModelConfig
@@ -59,7 +59,7 @@ def engram_gate(x: Array, key: Array, q_weight: Array, k_weight: Array, eps: flo
     """
     x, key = x.astype(jnp.float32), key.astype(jnp.float32)
     gain = q_weight.astype(jnp.float32) * k_weight.astype(jnp.float32)
-    dot = jnp.sum(x * gain * key, axis=-1) * (rms_scale(x, eps) * rms_scale(key, eps))[..., 0]
+    dot = row_sum(x * gain * key) * (rms_scale(x, eps) * rms_scale(key, eps))[..., 0]
     dot = dot * jnp.float32(x.shape[-1] ** -0.5)
     root = jnp.sqrt(jnp.maximum(jnp.abs(dot), jnp.float32(_MIN_DOT)))
     return jax.nn.sigmoid(jnp.where(jnp.signbit(dot), -root, root))

@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dsv41_jax.numerics import Numerics
+from dsv41_jax.numerics import Numerics, row_sum
 
 
 def rms_scale(x: Array, eps: float) -> Array:
     """rsqrt(mean(x^2) + eps) over the last axis of float32 x, kept as an axis of one."""
-    return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(eps))
+    mean = row_sum(jnp.square(x))[..., None] / jnp.float32(x.shape[-1])
+    return jax.lax.rsqrt(mean + jnp.float32(eps))
 
 
 class RMSNorm(nn.Module):

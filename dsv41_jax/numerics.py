@@ -89,3 +89,14 @@ def project_rows(x: Array, matrix: Array) -> Array:
     if rows.shape[0] == 1:
         return einsum_f32("tk,nk->tn", jnp.concatenate([rows, rows]), matrix)[:1].reshape(*lead, -1)
     return einsum_f32("tk,nk->tn", rows, matrix).reshape(*lead, -1)
+
+
+def row_sum(x: Array) -> Array:
+    """Sum of float32 x over the last axis, [..., n] -> [...].
+
+    On a CPU it is a matrix product with ones: XLA's own reduction there changes its order with the number of rows, and
+    a block of a few tokens must give what single tokens give.
+    """
+    if not _widen_operands():
+        return jnp.sum(x, axis=-1)
+    return project_rows(x, jnp.ones((2, x.shape[-1]), jnp.float32))[..., 0]

@@ -96,3 +96,16 @@ def optimised(monkeypatch):
 def test_long_texts_equal_plain_decoding(golden, optimised, numerics):
     """320 prompts."""
     check_held_out(ds.load("demo", numerics=numerics), golden, batches=5, count=24)
+
+
+def test_a_block_of_drafts_gives_the_bits_of_single_tokens(tiny):
+    """`released`, where one flipped code would change what comes after it: tiny A, blocks of 2 to 6 tokens."""
+    model, rng = tiny("released"), np.random.default_rng(0)
+    _, cache = model.prefill(prompt("mid")[:, :33], max_len=MAX_LEN)
+    _, other = model.prefill(prompt("mid")[:, :33], max_len=MAX_LEN)
+    for t in (6, 2, 3, 6, 5, 4):
+        tokens = rng.integers(3, 490, t)
+        block, cache = model.decode(cache, tokens[None])
+        for i, token in enumerate(tokens):
+            single, other = model.decode(other, [token])
+            assert np.asarray(block)[0, i].tobytes() == np.asarray(single)[0].tobytes()
