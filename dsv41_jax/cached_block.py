@@ -19,16 +19,13 @@ from dsv41_jax.cache import CacheArrays
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import Run, source_ratios
-from dsv41_jax.numerics import Numerics
+from dsv41_jax.numerics import FEW_TOKENS, Numerics
 from dsv41_jax.pages import PageLayout
 from dsv41_jax.rope import angles, layer_frequencies
 from dsv41_jax.tiles import TEMPORARY_BYTES, largest_tile
 
 # Fewer queries to a tile than these (or the window) save nothing: their windows overlap.
 _WINDOW_TILE = 64
-# Blocks of so few queries read each query's window by itself, as a single token does: a verify block then sums in the
-# order of plain decoding.
-_SINGLY = 8
 
 
 class CachedBlock:
@@ -198,8 +195,9 @@ class CachedBlock:
 
         def tile(first: Array, q: Array, selection: Array | None) -> Array:
             t = q.shape[1]
-            if t <= _SINGLY:
-                column = jnp.arange(t)[:, None] + jnp.arange(width)
+            if self.t <= FEW_TOKENS:
+                column = first + jnp.arange(t)[:, None] + jnp.arange(width)
+                # Each query's window by itself, as a single token reads it: sums in the order of plain decoding.
                 own, there = keys[:, column], exists[:, column]
                 if selection is None:
                     return attend(q, own, there, None, None)

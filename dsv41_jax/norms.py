@@ -10,7 +10,7 @@ from dsv41_jax.numerics import Numerics, row_sum
 
 def rms_scale(x: Array, eps: float) -> Array:
     """rsqrt(mean(x^2) + eps) over the last axis of float32 x, kept as an axis of one."""
-    mean = row_sum(jnp.square(x))[..., None] / jnp.float32(x.shape[-1])
+    mean = row_sum(jnp.square(x))[..., None] / x.shape[-1]
     return jax.lax.rsqrt(mean + jnp.float32(eps))
 
 

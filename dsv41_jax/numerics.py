@@ -91,12 +91,16 @@ def project_rows(x: Array, matrix: Array) -> Array:
     return einsum_f32("tk,nk->tn", rows, matrix).reshape(*lead, -1)
 
 
-def row_sum(x: Array) -> Array:
-    """Sum of float32 x over the last axis, [..., n] -> [...].
+FEW_TOKENS = 8  # of a verify block
 
-    On a CPU it is a matrix product with ones: XLA's own reduction there changes its order with the number of rows, and
-    a block of a few tokens must give what single tokens give.
+
+def row_sum(x: Array) -> Array:
+    """Sum of float32 x over the last axis: [B, t, ..., n] -> [B, t, ...].
+
+    On a CPU, blocks of few tokens use a matrix product with ones: XLA's own reduction changes its order with the number
+    of rows, and a verify block must give the bits that single tokens give.
     """
-    if not _widen_operands():
+    few = x.ndim > 2 and x.shape[0] * x.shape[1] <= FEW_TOKENS
+    if not (few and _widen_operands()):
         return jnp.sum(x, axis=-1)
     return project_rows(x, jnp.ones((2, x.shape[-1]), jnp.float32))[..., 0]

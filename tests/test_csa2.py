@@ -112,7 +112,7 @@ def test_window_masks_equal_the_golden_lists(t, start):
     width = CONFIG.sliding_window
     golden = GOLD[f"window_idx.win8_s{t}_p{start}"]
     for i, (mask, listed) in enumerate(zip(np.asarray(window_mask[0]), golden, strict=True)):
-        # Blocks of a few queries have each query's own window, longer ones the keys of all.
+        # Blocks of few queries have each query's own window, longer ones the keys of all.
         first = start - width + 1 + (i if len(mask) == width else 0)
         positions = first + np.arange(len(mask))
         listed = listed[listed >= 0]
