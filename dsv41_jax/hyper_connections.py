@@ -52,9 +52,8 @@ class HyperConnection(nn.Module):
     def mix(self, x: Array, fn: Array) -> Array:
         """Projection of the flattened streams (copy-major); the norm's factor multiplies after it."""
         *lead, c, d = x.shape
-        v = x.astype(jnp.float32).reshape(-1, c * d)
-        mix = project_rows(v, fn.astype(jnp.float32)) * rms_scale(v, self.norm_eps)
-        return mix.reshape(*lead, -1)
+        v = x.astype(jnp.float32).reshape(*lead, c * d)
+        return project_rows(v, fn.astype(jnp.float32)) * rms_scale(v, self.norm_eps)
 
 
 def coefficients(
