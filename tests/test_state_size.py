@@ -11,13 +11,13 @@ import pytest
 
 import dsv41_jax as ds
 from dsv41_jax import cache, model, numerics
+from dsv41_jax.aot import compile_for
 from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.checkpoint.released import abstract_params
 from dsv41_jax.config import ModelConfig, load_config
 from dsv41_jax.layer_plan import source_ratios
 from dsv41_jax.tiles import TEMPORARY_BYTES, largest_tile
 from random_configs import random_legal_config
-from tpu_aot import compile_for
 
 FLASH = load_config(Path(__file__).parent.parent / "configs/flash.py")
 spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
