@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for devices that are not there: TPU through `libtpu`, CUDA through XLA's device-less target.
+"""Ahead-of-time compilation for devices that are not there: TPUs through `libtpu`, CUDA GPUs through XLA.
 
 `libtpu` compiles on any Linux machine. One device of a kind for now.
 """
