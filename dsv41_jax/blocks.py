@@ -1,5 +1,6 @@
 """One layer of the model: two mHC sublayers, CSA2 attention and MoE, over whatever keeps the keys (a `KeyStore`)."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -32,8 +33,10 @@ class KeyStore(Protocol):
     def angles(self, compressed: bool) -> tuple[Array, Array]:
         """cos and sin [B, t, rope/2] of the tokens, for a layer with (or without) a compressed stream."""
 
-    def window(self, state: Any, run: Run, layer: Array | int, rows: Array) -> tuple[Any, Any]:
-        """Take the layer's window rows [B, t, d], not quantised yet; return state and the keys for `attend`."""
+    def window(self, state: Any, run: Run, layer: Array | int, attention: Attention, y: Array) -> tuple[Any, Any]:
+        """Make and keep the window rows of the tokens y [B, t, D] of a layer, whose projections `attention` is bound
+        to; return state and the keys for `attend`.
+        """
 
     def add_entries(self, state: Any, compressor: Compressor, params: Params, y: Array, slot: Array | int) -> Any:
         """Compress the tokens y [B, t, D] of a KV source and append the entries."""
@@ -50,14 +53,12 @@ class KeyStore(Protocol):
         state: Any,
         run: Run,
         slot: Array | int,
+        attention: Attention,
         q: Array,
         window: Any,
         selection: Array | None,
-        attend: Callable[..., Array],
     ) -> Array:
-        """Attention output [B, t, H, d] of queries q over window keys and selected entries; `attend` takes what
-        `csa2.Attention.attend` does.
-        """
+        """Attention output [B, t, H, d] of queries q over window keys and selected entries."""
 
 
 def attention_module(config: ModelConfig, numerics: Numerics) -> Attention:
@@ -118,17 +119,39 @@ def block(
     Returns:
         streams, this block's FFN `pre` (for the next block), chosen experts [B, t, k].
     """
-    connect = hc.HyperConnection(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
-    norm = RMSNorm(config.rms_norm_eps, numerics)
-
-    pre_attn, post, comb = connect.apply({"params": params["hc_attn"]}, x)
-    y = norm.apply({"params": params["attn_norm"]}, hc.collapse(x, pre, numerics))
-    x = hc.expand(attention(y), x, post, comb, numerics)
-
-    pre_ffn, post, comb = connect.apply({"params": params["hc_ffn"]}, x)
-    y = norm.apply({"params": params["ffn_norm"]}, hc.collapse(x, pre_attn, numerics))
+    connect = functools.partial(_connect, config, numerics, params)
+    x, y, pre_attn, post, comb = connect("attn", x, None, pre)
+    x, y, pre_ffn, post_ffn, comb_ffn = connect("ffn", x, (attention(y), post, comb), pre_attn)
     u, experts = moe_module(config, numerics, draft).apply({"params": params["ffn"]}, y, image_mask)
-    return hc.expand(u, x, post, comb, numerics), pre_ffn, experts
+    return hc.expand(u, x, post_ffn, comb_ffn, numerics), pre_ffn, experts
+
+
+def _connect(
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    sublayer: str,
+    x: Array,
+    update: tuple[Array, Array, Array] | None,
+    pre: Array,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Between two sublayers: spread the output of the one before over the streams, read the next one's input from them.
+
+    Args:
+        sublayer: "attn" or "ffn", the next one. update: output [B, t, D], post and comb of the one before.
+
+    Returns:
+        streams; the sublayer's normed input y [B, t, D]; its coefficients pre, post, comb.
+    """
+    coefficients, norm = params[f"hc_{sublayer}"], params[f"{sublayer}_norm"]
+    iterations, hc_eps, norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+    if numerics.kernels:
+        return hc.connect(x, update, pre, coefficients, norm["weight"], iterations, hc_eps, norm_eps, numerics)
+    if update is not None:
+        x = hc.expand(update[0], x, update[1], update[2], numerics)
+    mixed = hc.HyperConnection(iterations, hc_eps, norm_eps).apply({"params": coefficients}, x)
+    y = RMSNorm(norm_eps, numerics).apply({"params": norm}, hc.collapse(x, pre, numerics))
+    return x, y, *mixed
 
 
 class Sharing:
@@ -161,29 +184,24 @@ def csa2_attention(
         kv_slot, index_slot: the layer's sources, by key from the map. pick: takes one element of a stacked subtree.
         y: normed input [B, t, D].
     """
-    module = attention_module(config, numerics)
-    variables = {"params": layer_params}
+    attention = attention_module(config, numerics).bind({"params": layer_params})
     cos, sin = keys.angles(run.ratio > 0)
-    qr, q = module.apply(variables, y, cos, sin, method="queries")
-    rows = module.apply(variables, y, cos, sin, method="window_rows")
-    state, window = keys.window(state, run, layer, rows)
+    qr, q = attention.queries(y, cos, sin)
+    state, window = keys.window(state, run, layer, attention, y)
 
     if run.mode is Mode.FULL:
         compressor = compressor_module(config, numerics, run.ratio)
         source = pick(params["compressors"][f"r{run.ratio}"], kv_slot)
         state = keys.add_entries(state, compressor, source, y, kv_slot)
     if run.mode in (Mode.FULL, Mode.REINDEX):
-        source = pick(params["indexers"], index_slot)
+        source = pick(params["indexers"], index_slot, numerics.kernels)
         queries, weights = indexer_module(config, numerics).apply({"params": source}, qr, y, cos, sin)
         queries, weights = jax.lax.stop_gradient((queries, weights))
         shared.selection, shared.pool = keys.select(state, run, kv_slot, queries, weights, shared.pool)
 
-    def attend(*arguments) -> Array:
-        return module.apply(variables, *arguments, method="attend")
-
     selection = None if run.mode is Mode.WINDOW else shared.selection
-    o = keys.attend(state, run, kv_slot, q, window, selection, attend)
-    return module.apply(variables, o, cos, sin, method="output"), state
+    o = keys.attend(state, run, kv_slot, attention, q, window, selection)
+    return attention.output(o, cos, sin), state
 
 
 def select_entries(

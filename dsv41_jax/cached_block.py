@@ -18,6 +18,7 @@ from dsv41_jax.blocks import Params, select_entries
 from dsv41_jax.cache import CacheArrays
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.csa2 import Attention
 from dsv41_jax.layer_plan import Run, source_ratios
 from dsv41_jax.numerics import FEW_TOKENS, Numerics
 from dsv41_jax.pages import PageLayout
@@ -64,8 +65,11 @@ class CachedBlock:
 
     # Window
 
-    def window(self, state: CacheArrays, run: Run, layer: Array | int, rows: Array) -> tuple[CacheArrays, Any]:
+    def window(
+        self, state: CacheArrays, run: Run, layer: Array | int, attention: Attention, y: Array
+    ) -> tuple[CacheArrays, Any]:
         """See `blocks.KeyStore`. The keys are those of positions start - W + 1 .. start + t - 1, in order."""
+        rows = attention.window_rows(y, *self.angles(run.ratio > 0))
         stored = rings.stored_form(rows, self.numerics)
         count = self.config.sliding_window - 1
         before = rings.window_before(state.window, layer, self.start, count, self.numerics)
@@ -94,7 +98,7 @@ class CachedBlock:
         groups = (self.t + ratio - 1) // ratio  # no more can become complete, wherever the block starts
         number = first[:, None] + jnp.arange(groups)
         if ratio == 1:
-            latent = compressor.apply(variables, y, method="latents")
+            raw = compressor.apply(variables, y, method="unpooled")
         else:
             values, gates = compressor.apply(variables, y, method="project")
             state, values = self._with_tail(state, "tail_values", name, slot, values, ratio)
@@ -103,16 +107,32 @@ class CachedBlock:
             row = number[..., None] * ratio + jnp.arange(ratio) - (self.start[:, None, None] - (ratio - 1))
             row = jnp.clip(row, 0, self.t + ratio - 2).reshape(row.shape[0], -1, 1)
             shape = (row.shape[0], groups, ratio, values.shape[-1])
-            latent = compressor.apply(
+            raw = compressor.apply(
                 variables,
                 jnp.take_along_axis(values, row, axis=1).reshape(shape),
                 jnp.take_along_axis(gates, row, axis=1).reshape(shape),
-                method="pool",
+                method="pooled",
             )
-        cos, sin = angles(number * ratio, layer_frequencies(self.config, True))
-        main_kv, index_key = compressor.apply(variables, latent, cos, sin, method="entries")
         end = (number + 1) * ratio
         keep = (end <= (self.start + self.n_valid)[:, None]) & (end > self.write_floor[:, None])
+        return self._write_entries(state, compressor, params, raw, number, keep, slot)
+
+    def _write_entries(
+        self,
+        state: CacheArrays,
+        compressor: Compressor,
+        params: Params,
+        raw: Array,
+        number: Array,
+        keep: Array,
+        slot: Array | int,
+    ) -> CacheArrays:
+        """Norm, rotate, quantise and store latents `raw` [B, n, d] as the entries `number` [B, n], where `keep`."""
+        ratio, name = compressor.ratio, f"r{compressor.ratio}"
+        variables = {"params": params}
+        cos, sin = angles(number * ratio, layer_frequencies(self.config, True))
+        latent = compressor.apply(variables, raw, method="normed")
+        main_kv, index_key = compressor.apply(variables, latent, cos, sin, method="entries")
         layout, place = self.layouts[ratio], self.places(ratio, number)
         main = layout.write_main(state.main_kv[name], slot, *place, main_kv, keep)
         keys = layout.write_index(state.index_key[name], slot, *place, index_key, keep)
@@ -182,13 +202,14 @@ class CachedBlock:
         state: CacheArrays,
         run: Run,
         slot: Array | int,
+        attention: Attention,
         q: Array,
         window: tuple[Array, Array],
         selection: Array | None,
-        attend: Callable[..., Array],
     ) -> Array:
         """See `blocks.KeyStore`."""
         keys, exists = window
+        attend = attention.attend
         width = self.config.sliding_window
         layout = self.layouts.get(run.ratio)
         pool = state.main_kv[f"r{run.ratio}"] if layout else None

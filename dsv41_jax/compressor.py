@@ -42,14 +42,29 @@ class Compressor(nn.Module):
         """Values and gates of tokens, ratio > 1: y [..., D] -> two float32 [..., head_dim]."""
         return self.wkv(y), self.wgate(y)
 
+    def pooled(self, values: Array, gates: Array) -> Array:
+        """Latents of complete groups before their norm: two [..., ratio, head_dim] float32 -> [..., head_dim]."""
+        return self.numerics.round(jnp.sum(jax.nn.softmax(gates, axis=-2) * values, axis=-2))
+
+    def unpooled(self, y: Array) -> Array:
+        """Ratio 1: y [..., D] -> latents before their norm [..., head_dim]."""
+        return self.wkv(y)
+
+    def normed(self, raw: Array) -> Array:
+        """The norm of latents [..., head_dim]."""
+        return self.norm(raw)
+
     def pool(self, values: Array, gates: Array) -> Array:
         """Latents of complete groups: two [..., ratio, head_dim] float32 -> [..., head_dim]."""
-        pooled = jnp.sum(jax.nn.softmax(gates, axis=-2) * values, axis=-2)
-        return self.norm(self.numerics.round(pooled))
+        return self.normed(self.pooled(values, gates))
 
     def latents(self, y: Array) -> Array:
         """Ratio 1: y [..., D] -> [..., head_dim]."""
-        return self.norm(self.wkv(y))
+        return self.normed(self.unpooled(y))
+
+    def index_projection(self, latent: Array) -> Array:
+        """Index key of latents [..., head_dim] before its norm: [..., index_head_dim]."""
+        return self.wk(latent)
 
     def entries(self, latent: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         """What is cached of latents [..., head_dim], at the angles of their group's first position.
@@ -58,5 +73,5 @@ class Compressor(nn.Module):
         (`quant.q4_main`, `quant.q4_index`).
         """
         main_kv = rotate_tail(latent, cos, sin, self.numerics)
-        index_key = rotate_tail(self.k_norm(self.wk(latent)), cos, sin, self.numerics)
+        index_key = rotate_tail(self.k_norm(self.index_projection(latent)), cos, sin, self.numerics)
         return main_kv, index_key

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dsv41_jax.linear import Linear, weight_matrix
+from dsv41_jax.linear import Linear, stored_leaf, weight_matrix
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, einsum_f32, row_sum
 from dsv41_jax.rope import rotate_tail
+from pallas_kernels import quantized_linear
 
 
 def attend(
@@ -90,7 +91,11 @@ class Attention(nn.Module):
 
     def window_rows(self, y: Array, cos: Array, sin: Array) -> Array:
         """Window KV of tokens [B, t, d]: normed and rotated; whoever keeps it quantises (`quant.q8`)."""
-        return rotate_tail(self.kv_norm(self.wkv(y)), cos, sin, self.numerics)
+        return rotate_tail(self.kv_norm(self.window_projection(y)), cos, sin, self.numerics)
+
+    def window_projection(self, y: Array) -> Array:
+        """y [B, t, D] -> window KV before its norm [B, t, d]."""
+        return self.wkv(y)
 
     def attend(self, q: Array, window_kv: Array, window_mask: Array, selected_kv, selected_mask) -> Array:
         """See `attend`."""
@@ -113,9 +118,11 @@ class GroupedLinear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """[..., G * k] -> [..., G * features]."""
         k = x.shape[-1] // self.groups
-        leaf = {"weight": self.param("weight", nn.initializers.normal(0.02), (self.groups * self.features, k))}
-        if self.has_variable("params", "scale"):
-            leaf["scale"] = self.get_variable("params", "scale")
+        leaf = stored_leaf(self, (self.groups * self.features, k))
+        if self.numerics.kernels and "scale" in leaf:
+            layer = leaf.pop("layer", None)
+            implementation = self.numerics.implementation
+            return quantized_linear.grouped_linear(x, leaf, layer, groups=self.groups, implementation=implementation)
         matrix = weight_matrix(leaf, self.numerics, "fp8").reshape(self.groups, self.features, k)
         grouped = x.reshape(-1, self.groups, k)
         rows = jnp.concatenate([grouped, grouped]) if grouped.shape[0] == 1 else grouped  # see numerics.project_rows

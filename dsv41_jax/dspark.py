@@ -16,6 +16,7 @@ from dsv41_jax import quant, rings
 from dsv41_jax.blocks import Params, attention_module, block
 from dsv41_jax.cache import CacheArrays
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.kernel_block import attend_everything
 from dsv41_jax.layer_loop import pick
 from dsv41_jax.linear import Linear
 from dsv41_jax.norms import RMSNorm
@@ -34,7 +35,7 @@ def main_input(config: ModelConfig, numerics: Numerics, params: Params, taps: di
 def window_rows(config: ModelConfig, numerics: Numerics, params: Params, m: int, x: Array, positions: Array) -> Array:
     """Window KV [B, t, d] of draft block m from tokens' inputs x [B, t, D], not quantised yet."""
     cos, sin = angles(positions, layer_frequencies(config, False))
-    layer = pick(params["mtp"]["layers"], m)
+    layer = pick(params["mtp"]["layers"], m, numerics.kernels)
     return attention_module(config, numerics).apply({"params": layer["attn"]}, x, cos, sin, method="window_rows")
 
 
@@ -72,7 +73,8 @@ def draft_hidden(
 
     Args:
         anchor: int32 [B], the token at position start [B]; noise tokens follow it.
-        window_kv: draft block m -> its keys of earlier positions [B, n, d]; window_mask bool [B, n].
+        window_kv: draft block m -> its keys of earlier positions [B, n, d] (for kernels, as the ring stores them);
+            window_mask bool [B, n].
 
     Returns:
         [B, block, D], collapsed and not normed.
@@ -92,15 +94,19 @@ def draft_hidden(
     )
 
     def draft_block(carry: tuple[Array, Array], m: Array) -> tuple[tuple[Array, Array], None]:
-        layer = pick(params["mtp"]["layers"], m)
+        layer = pick(params["mtp"]["layers"], m, numerics.kernels)
         variables = {"params": layer["attn"]}
 
         def attention(y: Array) -> Array:
             _, q = module.apply(variables, y, cos, sin, method="queries")
             own = module.apply(variables, y, cos, sin, method="window_rows")
-            own = quant.fake_q8(own) if numerics.quantize_activations else own
-            keys = jnp.concatenate([window_kv(m).astype(own.dtype), own], axis=1)
-            o = module.apply(variables, q, keys, mask, None, None, method="attend")
+            if numerics.kernels:
+                stored = rings.joined(window_kv(m), rings.stored_form(own, numerics))
+                o = attend_everything(q, stored, mask[:, 0], layer["attn"]["attn_sink"], numerics)
+            else:
+                own = quant.fake_q8(own) if numerics.quantize_activations else own
+                keys = jnp.concatenate([window_kv(m).astype(own.dtype), own], axis=1)
+                o = module.apply(variables, q, keys, mask, None, None, method="attend")
             return module.apply(variables, o, cos, sin, method="output")
 
         x, pre, _ = block(config, numerics, layer, *carry, attention, None, draft=True)
@@ -151,7 +157,9 @@ def draft(
     position = start[:, None] - width + jnp.arange(width)
     window_mask = position >= jnp.maximum(arrays.decoder_floor, 0)[:, None]
 
-    def window_kv(m: Array) -> Array:
+    def window_kv(m: Array) -> Array | rings.Ring:
+        if numerics.kernels:
+            return rings.stored_before(arrays.draft_window, m, start, width)
         return rings.window_before(arrays.draft_window, m, start, width, numerics)
 
     hidden = draft_hidden(config, numerics, params, anchor, start, window_kv, window_mask)

@@ -64,6 +64,11 @@ class Model:
         """Name of the numerics in use."""
         return self._runner.numerics.name
 
+    @property
+    def implementation(self) -> str:
+        """Who computes what has kernels: "reference", "tpu", "gpu" or "interpret"."""
+        return self._runner.numerics.implementation
+
     def prefill(
         self,
         token_ids: np.ndarray,

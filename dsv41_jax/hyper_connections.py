@@ -13,6 +13,7 @@ from jax import Array
 
 from dsv41_jax.norms import rms_scale
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
+from pallas_kernels import mhc
 
 
 def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
@@ -83,10 +84,61 @@ def collapse(x: Array, pre: Array, numerics: Numerics) -> Array:
     return numerics.round(total)
 
 
+def connect(
+    x: Array,
+    update: tuple[Array, Array, Array] | None,
+    pre: Array,
+    coefficients: dict[str, Array],
+    norm: Array,
+    iterations: int,
+    hc_eps: float,
+    norm_eps: float,
+    numerics: Numerics,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Everything between two sublayers in one pass over the streams, by a kernel: `expand`, `collapse`, the norm, and
+    the coefficients.
+
+    Args:
+        x: [..., C, D]. update: output [..., D], post [..., C] and comb [..., C, C] of the sublayer before, or None.
+        pre: [..., C]. coefficients: {"fn", "base", "scale"}, stacked over layers if they have a "layer". norm: [D].
+
+    Returns:
+        streams, normed input of the next sublayer [..., D], and its pre, post and comb.
+    """
+    *lead, c, d = x.shape
+    stacked = dict(coefficients)
+    layer = stacked.pop("layer", None)
+    if layer is None:
+        stacked, layer = jax.tree.map(lambda w: w[None], stacked), 0
+
+    def rows(a: Array) -> Array:
+        return a.reshape(-1, *a.shape[len(lead) :])
+
+    out = mhc.connect(
+        rows(x),
+        None if update is None else tuple(map(rows, update)),
+        rows(pre),
+        stacked["fn"],
+        stacked["base"],
+        stacked["scale"],
+        norm,
+        layer,
+        iterations=iterations,
+        hc_eps=hc_eps,
+        norm_eps=norm_eps,
+        implementation=numerics.implementation,
+    )
+    return tuple(a.reshape(*lead, *a.shape[1:]) for a in out)
+
+
 def expand(u: Array, x: Array, post: Array, comb: Array, numerics: Numerics) -> Array:
     """Spread a sublayer's output u [..., D] over the streams x [..., C, D]: x'_k = post_k u + sum_j comb[j, k] x_j, one
     rounding.
     """
+    if numerics.kernels:
+        *lead, c, d = x.shape
+        flat = (x.reshape(-1, c, d), u.reshape(-1, d), post.reshape(-1, c), comb.reshape(-1, c, c))
+        return mhc.expand(*flat, implementation=numerics.implementation).reshape(x.shape)
     total = post[..., :, None] * u.astype(jnp.float32)[..., None, :]
     if numerics.dtype == jnp.float32:
         return total + einsum_f32("...jk,...jd->...kd", comb, x)  # see `collapse`

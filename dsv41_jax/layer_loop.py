@@ -14,13 +14,29 @@ from dsv41_jax.layer_plan import Run, Segment
 from dsv41_jax.numerics import Numerics
 
 
-def pick(tree: Any, index: Array | int) -> Any:
-    """Element `index` of a stacked subtree (leading axis), or of a tuple of subtrees."""
+def pick(tree: Any, index: Array | int, kernels: bool = False) -> Any:
+    """Element `index` of a stacked subtree (leading axis), or of a tuple of subtrees.
+
+    With `kernels`, what a kernel reads stays stacked, and the index goes with it as "layer": a slice given to a kernel
+    would be a copy of the weights.
+    """
     if isinstance(tree, tuple):
         return tree[index]
+    if kernels and isinstance(tree, dict):
+        return {name: _with_layer(name, part, index) for name, part in tree.items()}
     if isinstance(index, int):
         return jax.tree.map(lambda w: w[index], tree)
     return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), tree)
+
+
+def _with_layer(name: str, part: Any, index: Array | int) -> Any:
+    if not isinstance(part, dict):
+        return pick(part, index)
+    if name == "experts":
+        return {matrix: {**leaf, "layer": index} for matrix, leaf in part.items()}
+    if "scale" in part:  # FP8 matrices, and the coefficients of hyper-connections
+        return {**part, "layer": index}
+    return pick(part, index, kernels=True)
 
 
 def unstack(tree: Any) -> tuple:
@@ -106,7 +122,7 @@ class LayerLoop:
             x = module.apply({"params": weights}, x, self.memory[name], self.image_mask)
             note["post_engram"] = x
         tap = hc.stream_mean(x, self.numerics) if run.tapped else None
-        layer_params = pick(self.params["layers"], layer)
+        layer_params = pick(self.params["layers"], layer, self.numerics.kernels)
         new_state = state
 
         def attention(y: Array) -> Array:

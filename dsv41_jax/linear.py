@@ -9,6 +9,7 @@ from jax import Array
 
 from dsv41_jax import quant
 from dsv41_jax.numerics import Numerics, project_rows
+from pallas_kernels import quantized_linear
 
 
 def weight_matrix(leaf: dict[str, Array], numerics: Numerics, stored_as: str | None) -> Array:
@@ -27,6 +28,17 @@ def weight_matrix(leaf: dict[str, Array], numerics: Numerics, stored_as: str | N
     return weight
 
 
+def stored_leaf(module: nn.Module, shape: tuple[int, ...]) -> dict[str, Array]:
+    """The weight subtree of a module as it is stored: {"weight"} of `shape`, or whatever forms a stored format has
+    (weight or words, scales; for kernels, stacked over layers, the "layer").
+    """
+    stored = {"words", "scale", "scales", "layer"}
+    names = [name for name in ("weight", *sorted(stored)) if module.has_variable("params", name)]
+    if stored.intersection(names):
+        return {name: module.get_variable("params", name) for name in names}
+    return {"weight": module.param("weight", nn.initializers.normal(0.02), shape)}
+
+
 class Linear(nn.Module):
     """x [..., in] -> [..., features] in the activation dtype.
 
@@ -42,17 +54,14 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        leaf = self._leaf(x.shape[-1])
+        leaf = stored_leaf(self, (self.features, x.shape[-1]))
+        if self.numerics.kernels and "scale" in leaf:
+            layer = leaf.pop("layer", None)
+            return quantized_linear.linear(x, leaf, layer, implementation=self.numerics.implementation)
         if self.quantized and self.numerics.quantize_activations:
             x = quant.fake_q8(x)
         matrix = weight_matrix(leaf, self.numerics, "fp8" if self.quantized else None)
         return self.numerics.round(project_rows(x, matrix))
-
-    def _leaf(self, inner: int) -> dict[str, Array]:
-        leaf = {"weight": self.param("weight", nn.initializers.normal(0.02), (self.features, inner))}
-        if self.has_variable("params", "scale"):
-            leaf["scale"] = self.get_variable("params", "scale")
-        return leaf
 
 
 class LinearF32(nn.Module):

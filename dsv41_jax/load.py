@@ -1,6 +1,7 @@
 """`load`: from a name or a folder to a `Model`."""
 
 import importlib.resources
+import logging
 import os
 import re
 from pathlib import Path
@@ -19,7 +20,10 @@ from dsv41_jax.generate import Model
 from dsv41_jax.runner import Runner
 from dsv41_jax.token_map import compressed_token_map
 from dsv41_jax.tokenizer import Tokenizer
+from pallas_kernels import moe as moe_kernels
+from pallas_kernels.implementation import require_device, resolve
 
+_log = logging.getLogger(__name__)
 _LARGE = 1 << 30
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.safetensors)(?<!\.json)", re.ASCII)
 _HOT_BYTES = {"host": 0, "mmap": 256 << 20}
@@ -48,7 +52,10 @@ def load(
         engram: where the Engram tables are: "device", "host" (memory) or "mmap" (rows are read from the file).
         expert_storage: "fp4", "fp8" (only where exact) or "bf16".
         token_map: int array [vocab], raw id -> Engram id, for folders with neither tokenizer.json nor token_map.npy.
-        implementation: "auto" or "reference" (plain jax.numpy, which "auto" means in this version).
+        implementation: who computes what has kernels: "auto" (the kernels of a TPU or a CUDA GPU if it is the default
+            device and the numerics are "released", else the reference; the choice is logged and stands in
+            `Model.implementation`), "reference" (plain jax.numpy), "tpu", "gpu", or "interpret" (the TPU kernels
+            interpreted on any machine: slow, for tests).
         revision: of a hub id: a branch, tag or commit.
         engram_hot_bytes: memory for the hot rows of each Engram table that is read from the file; default 256 MiB, and
             0 for tables in host memory, which need none.
@@ -57,13 +64,12 @@ def load(
         the `Model`.
 
     Raises:
-        ValueError: an unknown choice, a revision of a local folder, or a model with Engram layers and neither tokenizer
+        ValueError: an unknown choice, kernels that this process or these numerics do not have, a revision of a local folder, or a model with Engram layers and neither tokenizer
             nor token map. CheckpointError (a ValueError): anything wrong with the folder. FileNotFoundError: no such
             folder and not a hub id, or the hub has no such model for you. ConnectionError: the hub did not answer.
     """
     chosen = numerics_module.named(numerics)
-    if implementation not in ("auto", "reference"):
-        raise ValueError(f"implementation={implementation!r} is unknown; this version has: auto, reference")
+    chosen = chosen.computed_by(_implementation(implementation, chosen))
     if mesh is not None:
         raise ValueError(
             "mesh: sharding over a mesh is not part of this version; leave it out to use the default device"
@@ -93,7 +99,18 @@ def load(
             expert_storage=expert_storage,
             progress=lambda done, _: bar.update(done - bar.n),
         )
+    if chosen.kernels:
+        params = moe_kernels.pack_params(params)
     return Model(Runner(config, chosen, params, hasher, tables), tokenizer)
+
+
+def _implementation(asked: str, numerics: numerics_module.Numerics) -> str:
+    if asked == "auto" and numerics.name != numerics_module.RELEASED.name:
+        _log.info("implementation auto: reference, because numerics %s has no kernels", numerics.name)
+        return "reference"
+    found = resolve("load", asked)
+    require_device(found)
+    return found
 
 
 def _token_map(folder: Path, tokenizer: Tokenizer | None) -> np.ndarray:

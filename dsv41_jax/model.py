@@ -14,6 +14,7 @@ from dsv41_jax.cache import CacheArrays
 from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import gather_rows
+from dsv41_jax.kernel_block import key_store
 from dsv41_jax.layer_loop import LayerLoop, pick, unstack
 from dsv41_jax.layer_plan import layer_plan, sources_of_ratio
 from dsv41_jax.norms import RMSNorm
@@ -124,7 +125,7 @@ def extend(
         logits float32 [B, V] or [B, t, V] (None for the encoder), and the cache.
     """
     b, t = token_ids.shape
-    keys = CachedBlock(config, numerics, start, n_valid, t, arrays, write_floor, temporary_bytes)
+    keys = key_store(numerics)(config, numerics, start, n_valid, t, arrays, write_floor, temporary_bytes)
     rows = engram_rows(params, numerics, memory)
     loop = LayerLoop(config, numerics, params, keys, rows, image_mask, rolled=record is None, record=record)
     embedded = embed(params, numerics, token_ids, image_mask, image_embeds)
@@ -158,6 +159,7 @@ def forward(
         last hidden state [B, T, D] (apply `head`), and a dict with `taps` {layer: [B, T, D]}, `experts` {layer: int32
         [B, T, k]} and `attn_in` {layer: [B, T, D]}, the normed input of the attention.
     """
+    numerics = numerics.computed_by("reference")  # kernels read caches, and none has a gradient
     b, t = token_ids.shape
     unstacked = {**params, "layers": unstack(params["layers"])}
     keys = PackedSamples(config, numerics, segment_ids, b, t)

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax import quant
-from dsv41_jax.linear import weight_matrix
+from dsv41_jax.linear import stored_leaf, weight_matrix
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 from dsv41_jax.tiles import TEMPORARY_BYTES
+from pallas_kernels import moe as moe_kernels
+from pallas_kernels import quantized_linear
 
 _SCORES = {
     "sqrtsoftplus": lambda s: jnp.sqrt(jax.nn.softplus(s)),
@@ -105,12 +107,33 @@ class MoE(nn.Module):
         rows = x.reshape(-1, d)
         logits, bias = self.gate(rows, None if image_mask is None else image_mask.reshape(-1))
         experts, weights = route(logits, bias, self.topk, self.scoring, self.normalise, self.route_scale)
-        if self.numerics.quantize_activations:
-            rows = quant.fake_q8(rows)  # the input of w1 and w3 of every expert
-        routed = self._routed(rows, experts, weights)
+        if self.numerics.kernels:
+            routed, shared = self._by_kernels(rows, experts, weights)
+        else:
+            if self.numerics.quantize_activations:
+                rows = quant.fake_q8(rows)  # the input of w1 and w3 of every expert
+            routed = self._routed(rows, experts, weights)
+            shared = self._expert(rows, self.shared_experts(d), None, "fp8")
         total = sum(routed[:, slot].astype(jnp.float32) for slot in range(self.topk))  # ascending expert order
-        total = total + self._expert(rows, self.shared_experts(d), None, "fp8").astype(jnp.float32)
+        total = total + shared.astype(jnp.float32)
         return self.numerics.round(total).reshape(*lead, d), experts.reshape(*lead, self.topk)
+
+    def _by_kernels(self, rows: Array, experts: Array, weights: Array) -> tuple[Array, Array]:
+        """Routed outputs [n, k, D] and the shared expert's [n, D] of rows [n, D], not quantised yet."""
+        leaves, implementation = self.experts(rows.shape[-1]), self.numerics.implementation
+        layer = leaves["w1"].get("layer")
+        w1, w3, w2 = ({k: v for k, v in leaves[name].items() if k != "layer"} for name in ("w1", "w3", "w2"))
+        routed = moe_kernels.experts(
+            rows, experts, weights, w1, w3, w2, layer, limit=self.limit, implementation=implementation
+        )
+
+        def linear(x: Array, leaf: dict) -> Array:
+            leaf = dict(leaf)
+            return quantized_linear.linear(x, leaf, leaf.pop("layer", None), implementation=implementation)
+
+        shared = self.shared_experts(rows.shape[-1])
+        gate, up = (linear(rows, shared[name]).astype(jnp.float32) for name in ("w1", "w3"))
+        return routed, linear(self.numerics.round(swiglu(gate, up, self.limit)), shared["w2"])
 
     def _routed(self, rows: Array, experts: Array, weights: Array) -> Array:
         """[n, D] -> [n, k, D]."""
@@ -196,6 +219,4 @@ class Stored(nn.Module):
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        if self.has_variable("params", "scale"):
-            return {"weight": self.get_variable("params", "weight"), "scale": self.get_variable("params", "scale")}
-        return {"weight": self.param("weight", nn.initializers.normal(0.02), self.shape)}
+        return stored_leaf(self, self.shape)

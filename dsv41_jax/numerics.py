@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.implementation import KernelError
+
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
@@ -23,12 +25,33 @@ class Numerics:
         quantize_activations: whether matmul inputs, window KV, main KV and index queries/keys are quantised.
         quantize_weights: whether float weights are quantised where they are used, with straight-through gradients
             (training only).
+        implementation: who computes it: "reference" or a kernel ("tpu", "gpu", "interpret"), see
+            `pallas_kernels.implementation`. Kernels know `released` only.
     """
 
     name: str
     dtype: jnp.dtype
     quantize_activations: bool
     quantize_weights: bool = False
+    implementation: str = "reference"
+
+    @property
+    def kernels(self) -> bool:
+        """Whether kernels compute it."""
+        return self.implementation != "reference"
+
+    def computed_by(self, implementation: str) -> "Numerics":
+        """These numerics, computed by `implementation` (one that `pallas_kernels.implementation.resolve` returned).
+
+        Raises:
+            KernelError: there are no kernels for these numerics.
+        """
+        if implementation != "reference" and self.name != RELEASED.name:
+            raise KernelError(
+                f"numerics={self.name!r} has no kernels (implementation={implementation!r}): they compute "
+                f"{RELEASED.name!r} only; use implementation=\"reference\" or \"auto\""
+            )
+        return dataclasses.replace(self, implementation=implementation)
 
     def round(self, x: Array) -> Array:
         """Round float32 to the activation dtype, once.

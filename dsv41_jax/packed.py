@@ -4,7 +4,6 @@ Windows, compression groups, candidate blocks and selection restart at every sam
 evaluation.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from dsv41_jax import quant
 from dsv41_jax.blocks import Params, select_entries
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.csa2 import Attention
 from dsv41_jax.indexer import index_scores
 from dsv41_jax.layer_plan import Run, source_ratios
 from dsv41_jax.numerics import Numerics
@@ -86,8 +86,9 @@ class PackedSamples:
             self._angles[compressed] = angles(self.positions, layer_frequencies(self.config, compressed))
         return self._angles[compressed]
 
-    def window(self, state: Any, run: Run, layer: int, rows: Array) -> tuple[Any, Array]:
+    def window(self, state: Any, run: Run, layer: int, attention: Attention, y: Array) -> tuple[Any, Array]:
         """See `blocks.KeyStore`."""
+        rows = attention.window_rows(y, *self.angles(run.ratio > 0))
         return state, quant.fake_q8(rows) if self.numerics.quantize_activations else rows
 
     def add_entries(self, state: dict, compressor: Compressor, params: Params, y: Array, slot: int) -> dict:
@@ -127,12 +128,13 @@ class PackedSamples:
         state: dict,
         run: Run,
         slot: int,
+        attention: Attention,
         q: Array,
         window: Array,
         selection: Array | None,
-        attend: Callable[..., Array],
     ) -> Array:
         """See `blocks.KeyStore`."""
+        attend = attention.attend
         if selection is None:
             return attend(q, window, self.window_mask, None, None)
         main_kv = state[run.ratio, slot][0]

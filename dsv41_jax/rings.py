@@ -90,11 +90,21 @@ def write_window(ring: Ring, layer: Array | int, stored: Ring, start: Array, n_v
     return {"codes": write_rows(ring["codes"], layer, stored["codes"], start, n_valid), "scales": scales}
 
 
+def stored_before(ring: Ring, layer: Array | int, start: Array, count: int) -> Ring:
+    """Stored rows of positions start - count .. start - 1: leaves without the layer axis, ring axis `count`."""
+    if "rows" in ring:
+        return {"rows": rows_before(ring["rows"], layer, start, count)}
+    slot = (start[:, None] - count + jnp.arange(count)) % ring["codes"].shape[-2]
+    scales = ring["scales"][layer, jnp.arange(start.shape[0])[:, None], :, slot].swapaxes(-1, -2)
+    return {"codes": rows_before(ring["codes"], layer, start, count), "scales": scales}
+
+
+def joined(first: Ring, second: Ring) -> Ring:
+    """Stored rows (leaves without the layer axis), one after the other."""
+    axis = {"codes": 1, "rows": 1, "scales": 2}
+    return {name: jnp.concatenate([first[name], second[name]], axis=axis[name]) for name in first}
+
+
 def window_before(ring: Ring, layer: Array | int, start: Array, count: int, numerics: Numerics) -> Array:
     """Values [B, count, d] of positions start - count .. start - 1."""
-    if "rows" in ring:
-        return rows_before(ring["rows"], layer, start, count)
-    size = ring["codes"].shape[-2]
-    slot = (start[:, None] - count + jnp.arange(count)) % size
-    scales = ring["scales"][layer, jnp.arange(start.shape[0])[:, None], :, slot].swapaxes(-1, -2)
-    return values_of({"codes": rows_before(ring["codes"], layer, start, count), "scales": scales}, numerics)
+    return values_of(stored_before(ring, layer, start, count), numerics)

@@ -109,7 +109,8 @@ class Runner:
         prefill_block: tokens of a row that one prefill step takes. It is the same for every prompt: another length may
             round differently, and a prompt's numbers must not depend on how long its neighbours are.
         decode_rows: rows that one decode step takes; more are decoded in tiles, because the order of a sum depends on
-            the number of rows from some size on (1, 2 and 4 give the same bits).
+            the number of rows from some size on (on a CPU, 1, 2 and 4 give the same bits).
+        On accelerators both are larger: small steps would leave them idle.
     """
 
     prefill_block: int = 64
@@ -125,6 +126,8 @@ class Runner:
     ):
         self.config, self.numerics, self.params = config, numerics, params
         self.hasher, self.tables = hasher, dict(tables)
+        if numerics.implementation in ("tpu", "gpu"):
+            self.prefill_block, self.decode_rows = 512, 64
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """An empty cache for `batch` rows of at most `max_len` tokens, each with pages of its own."""

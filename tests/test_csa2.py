@@ -98,8 +98,11 @@ def window_of(t: int):
         block = CachedBlock(CONFIG, RELEASED, start, jnp.full_like(start, t), t, empty_state(1))
         masks = []
         run, q = runs()[0][0], jnp.zeros((1, t, 1, CONFIG.head_dim))
-        _, window = block.window(empty_state(1), run, 0, q[:, :, 0])
-        block.attend(empty_state(1), run, 0, q, window, None, lambda q, kv, mask, *_: masks.append(mask) or q)
+        attention = SimpleNamespace(
+            window_rows=lambda y, *_: y, attend=lambda q, kv, mask, *_: masks.append(mask) or q
+        )
+        _, window = block.window(empty_state(1), run, 0, attention, q[:, :, 0])
+        block.attend(empty_state(1), run, 0, attention, q, window, None)
         return masks[0]
 
     return jax.jit(run)

@@ -45,7 +45,7 @@ def token_map():
     ("choice", "message"),
     [
         ({"numerics": "fp16"}, "numerics='fp16' is unknown.*float32, noquant, released"),
-        ({"implementation": "tpu"}, "implementation='tpu' is unknown.*auto, reference"),
+        ({"implementation": "tpu"}, "needs a TPU, and JAX sees only"),
         ({"expert_storage": "int8"}, "expert_storage='int8' is unknown.*fp4, fp8, bf16"),
         ({"engram": "disk"}, "engram='disk' is unknown.*device, host, mmap"),
         ({"mesh": object()}, "mesh: .*not part of this version"),
