@@ -105,7 +105,7 @@ def connect(
     Returns:
         streams, normed input of the next sublayer [..., D], and its pre, post and comb.
     """
-    *lead, c, d = x.shape
+    lead = x.shape[:-2]
     stacked = dict(coefficients)
     layer = stacked.pop("layer", None)
     if layer is None:
@@ -136,7 +136,7 @@ def expand(u: Array, x: Array, post: Array, comb: Array, numerics: Numerics) -> 
     rounding.
     """
     if numerics.kernels:
-        *lead, c, d = x.shape
+        c, d = x.shape[-2:]
         flat = (x.reshape(-1, c, d), u.reshape(-1, d), post.reshape(-1, c), comb.reshape(-1, c, c))
         return mhc.expand(*flat, implementation=numerics.implementation).reshape(x.shape)
     total = post[..., :, None] * u.astype(jnp.float32)[..., None, :]

@@ -4,7 +4,6 @@ It keeps the same state as `cached_block.CachedBlock`, in the same places; store
 are, and nothing dequantised reaches memory.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 

@@ -17,10 +17,10 @@ from dsv41_jax.checkpoint.save_released import TOKEN_MAP_FILE
 from dsv41_jax.engram_hash import EngramHasher
 from dsv41_jax.engram_prefetch import PrefetchingTable
 from dsv41_jax.generate import Model
+from dsv41_jax.kernel_params import pack_params
 from dsv41_jax.runner import Runner
 from dsv41_jax.token_map import compressed_token_map
 from dsv41_jax.tokenizer import Tokenizer
-from pallas_kernels import moe as moe_kernels
 from pallas_kernels.implementation import require_device, resolve
 
 _log = logging.getLogger(__name__)
@@ -64,9 +64,10 @@ def load(
         the `Model`.
 
     Raises:
-        ValueError: an unknown choice, kernels that this process or these numerics do not have, a revision of a local folder, or a model with Engram layers and neither tokenizer
-            nor token map. CheckpointError (a ValueError): anything wrong with the folder. FileNotFoundError: no such
-            folder and not a hub id, or the hub has no such model for you. ConnectionError: the hub did not answer.
+        ValueError: an unknown choice, kernels that this process or these numerics do not have, a revision of a local
+            folder, or a model with Engram layers and neither tokenizer nor token map. CheckpointError (a ValueError):
+            anything wrong with the folder. FileNotFoundError: no such folder and not a hub id, or the hub has no such
+            model for you. ConnectionError: the hub did not answer.
     """
     chosen = numerics_module.named(numerics)
     chosen = chosen.computed_by(_implementation(implementation, chosen))
@@ -100,7 +101,7 @@ def load(
             progress=lambda done, _: bar.update(done - bar.n),
         )
     if chosen.kernels:
-        params = moe_kernels.pack_params(params)
+        params = pack_params(params)
     return Model(Runner(config, chosen, params, hasher, tables), tokenizer)
 
 

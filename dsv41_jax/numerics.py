@@ -49,7 +49,7 @@ class Numerics:
         if implementation != "reference" and self.name != RELEASED.name:
             raise KernelError(
                 f"numerics={self.name!r} has no kernels (implementation={implementation!r}): they compute "
-                f"{RELEASED.name!r} only; use implementation=\"reference\" or \"auto\""
+                f'{RELEASED.name!r} only; use implementation="reference" or "auto"'
             )
         return dataclasses.replace(self, implementation=implementation)
 

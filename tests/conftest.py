@@ -81,15 +81,17 @@ def tiny_folder(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(golden: Path, tiny_folder: Path) -> Callable:
-    """`tiny("float32")`: tiny model A in those numerics, loaded once a session. It prefills in blocks of 16 tokens."""
+    """`tiny("float32")`: tiny model A in those numerics, loaded once a session. It prefills in blocks of 16 tokens. A
+    second argument says who computes it.
+    """
     import numpy as np  # after the variables above
 
     import dsv41_jax as ds
 
     @functools.cache
-    def load(numerics: str) -> ds.Model:
+    def load(numerics: str, implementation: str = "reference") -> ds.Model:
         token_map = np.load(golden / "tinyA_token_map.npz")["token_map"]
-        model = ds.load(tiny_folder, numerics=numerics, token_map=token_map)
+        model = ds.load(tiny_folder, numerics=numerics, token_map=token_map, implementation=implementation)
         model._runner.prefill_block = 16
         return model
 

@@ -21,6 +21,7 @@ from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import Engram
 from dsv41_jax.generate import Model
+from dsv41_jax.kernel_block import key_store
 from dsv41_jax.layer_loop import pick
 from dsv41_jax.layer_plan import Run, layer_plan
 from dsv41_jax.numerics import Numerics
@@ -70,12 +71,12 @@ def layer_step(
     config: ModelConfig,
     numerics: Numerics,
     kind: Run,
-    store: type[CachedBlock],
+    store: type[CachedBlock] | None,
 ) -> dict[str, Any]:
     """One layer, Engram apart: what `LayerLoop` does with it, and the values on the way."""
-    keys = store(config, numerics, start, n_valid, x.shape[1], arrays)
+    keys = (store or key_store(numerics))(config, numerics, start, n_valid, x.shape[1], arrays)
     shared = Sharing(selection, pool)
-    weights = pick(params["layers"], number)
+    weights = pick(params["layers"], number, numerics.kernels)
     note: dict[str, Any] = {}
 
     def attention(y: jax.Array) -> jax.Array:
@@ -101,7 +102,7 @@ def layer_step(
     return {**note, "out": x, "pre": pre, "experts": experts, "selection": shared.selection, "pool": shared.pool}
 
 
-def new_layer_program(config: ModelConfig, numerics: Numerics, kind: Run, store=CachedBlock) -> Callable:
+def new_layer_program(config: ModelConfig, numerics: Numerics, kind: Run, store=None) -> Callable:
     """A program traced anew: for a test that has changed the code it runs, and leaves nothing behind."""
     step = functools.partial(layer_step, config=config, numerics=numerics, kind=kind, store=store)
     return jax.jit(step)

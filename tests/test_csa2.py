@@ -1,6 +1,7 @@
 """CSA2's softmax over window and selected keys: golden sparse attention, the forms it is called in, and its edges."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -98,9 +99,7 @@ def window_of(t: int):
         block = CachedBlock(CONFIG, RELEASED, start, jnp.full_like(start, t), t, empty_state(1))
         masks = []
         run, q = runs()[0][0], jnp.zeros((1, t, 1, CONFIG.head_dim))
-        attention = SimpleNamespace(
-            window_rows=lambda y, *_: y, attend=lambda q, kv, mask, *_: masks.append(mask) or q
-        )
+        attention = SimpleNamespace(window_rows=lambda y, *_: y, attend=lambda q, kv, mask, *_: masks.append(mask) or q)
         _, window = block.window(empty_state(1), run, 0, attention, q[:, :, 0])
         block.attend(empty_state(1), run, 0, attention, q, window, None)
         return masks[0]
