@@ -9,8 +9,11 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+import jax
+
 import dsv41_jax as ds
 from dsv41_jax import compile_cache
+from pallas_kernels.implementation import IMPLEMENTATIONS
 
 OPTIONS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
@@ -47,6 +50,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="released: bf16 with fp8 and fp4 as the release; noquant: bf16; float32 (default: released)",
     )
     parser.add_argument(
+        "--implementation",
+        default="auto",
+        choices=IMPLEMENTATIONS,
+        help="kernels or plain code; auto: the kernels of a TPU or GPU where the numerics are released (default: auto)",
+    )
+    parser.add_argument(
         "--compilation_cache",
         default=None,
         help="folder that keeps compiled programs for the next run (default: a folder in the user's cache)",
@@ -70,7 +79,8 @@ def answer(model: ds.Model, prompt: str, thinking: str, options: dict) -> Iterat
 def run(flags: argparse.Namespace) -> None:
     """Load the model and print."""
     print(f"loading {flags.model}; the first run of a model compiles it, which takes a while", file=sys.stderr)
-    model = ds.load(flags.model, numerics=flags.numerics)
+    model = ds.load(flags.model, numerics=flags.numerics, implementation=flags.implementation)
+    print(f"implementation: {model.implementation} on {jax.devices()[0].device_kind}", file=sys.stderr)
     options = {name: getattr(flags, name) for name in OPTIONS}
     if flags.chat:
         pieces = answer(model, flags.prompt, flags.thinking, options)
