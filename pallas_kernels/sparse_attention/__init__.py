@@ -29,7 +29,9 @@ def _described(x: Array) -> str:
 
 def _is(x: Array, dtype, *shape: int | None) -> bool:
     """Whether an array has a dtype and a shape (None: any size)."""
-    return x.dtype == dtype and x.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape))
+    if x.dtype != dtype or x.ndim != len(shape):
+        return False
+    return all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
 
 
 def _check(q: Array, query_position: Array, window: WindowKeys, entries: Entries | None, sink: Array, width: int):

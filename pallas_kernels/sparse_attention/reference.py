@@ -6,7 +6,7 @@ from jax import Array
 
 from dsv41_jax import quant
 from dsv41_jax.numerics import FEW_TOKENS, RELEASED, Numerics, einsum_f32, row_sum
-from pallas_kernels.sparse_attention.keys import LANES, Entries, WindowKeys, entry_words, query_tile, scale_words
+from pallas_kernels.sparse_attention.keys import LANES, Entries, WindowKeys, entry_words, query_tile
 
 # Fewer queries to a tile than these (or the window) save nothing: their windows overlap.
 _WINDOW_TILE = 64
