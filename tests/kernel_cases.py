@@ -1,8 +1,17 @@
-"""What the tests that compile kernels ahead of time need to know of each case."""
+"""What the tests that compile kernels ahead of time need to know of each case, and how they judge the program."""
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_MOVES = ("copy", "copy-start", "transpose", "dynamic-slice", "slice", "pad", "concatenate", "convert", "reshape")
+_RESULT = re.compile(rf"= \(?(\w+)\[([\d,]*)\][^ ]* (?:[^=]*?)\b({'|'.join(_MOVES)})\(")
+_BITS = {"pred": 8, "bf16": 16}
 
 
 @dataclass(frozen=True)
@@ -21,3 +30,26 @@ class Case:
     specs: tuple
     forbidden_bytes: int
     donate: tuple[int, ...] = ()
+
+
+def moved(hlo: str) -> list[tuple[str, int]]:
+    """Operation and result bytes of every instruction of an optimised program that only moves data."""
+    found = []
+    for dtype, shape, operation in _RESULT.findall(hlo):
+        bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype).group())
+        found.append((operation, math.prod(map(int, filter(None, shape.split(",")))) * bits // 8))
+    return found
+
+
+def check_program(compiled: jax.stages.Compiled, forbidden_bytes: int) -> None:
+    """No copy of a pool or of weights: nothing that large is moved, is temporary, or is put out but not in place."""
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < forbidden_bytes, f"{memory.temp_size_in_bytes / 2**20:.1f} MiB of temporaries"
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < forbidden_bytes
+    large = [(operation, size) for operation, size in moved(compiled.as_text()) if size >= forbidden_bytes]
+    assert not large, large
+
+
+def spec(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """An array's description."""
+    return jax.ShapeDtypeStruct(shape, dtype)
