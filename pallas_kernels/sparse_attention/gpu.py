@@ -1,14 +1,15 @@
 """Sparse attention on CUDA GPUs (Triton): one program for a query and a block of its heads.
 
 The program walks the chunks of the window that hold a visible key, then the query's entries, under a running maximum.
-Probabilities are rounded to bf16 relative to the running maximum, as in the released kernel; `reference` rounds relative
-to the final one. Entries are gathered by pointers straight from the pool and become bf16 in registers. Decoding, verify
-blocks and prefill are this one kernel: it needs no temporary array that grows with the block.
+Probabilities are rounded to bf16 relative to the running maximum, as in the released kernel; `reference` rounds
+relative to the final one. Entries are gathered by pointers straight from the pool and become bf16 in registers.
+Decoding, verify blocks and prefill are this one kernel: it needs no temporary array that grows with the block.
 
-Triton's arrays have power-of-two sizes, so the 8 channel planes of an entry (nibble k of its words is plane k) are padded
-by masks when d/8 is not one. Offsets: Pallas computes them in 64 bits for arrays over 4 GiB and in signed 32 bits below;
-the ring is read as uint16, since an array of bytes between 2 and 4 GiB would overflow, and the pool by granules (the
-largest power of two of words at which entries begin).
+Triton's arrays have power-of-two sizes, so the 8 channel planes of an entry (nibble k of its words is plane k) are
+padded by masks when d/8 is not one. Offsets: Pallas computes them in 64 bits for arrays over 4 GiB and in signed 32
+bits below; the ring is read as uint16, since an array of bytes between 2 and 4 GiB would overflow, and the pool by
+granules (the largest power of two of words at whose multiples entries begin), so that one int32 names an entry of any
+pool.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import gpu_codes
 from pallas_kernels.implementation import KernelError
+from pallas_kernels.sparse_attention.keys import LANES, Entries, WindowKeys, entry_words, scale_words
 
 _NONE = -1e30  # the running maximum before the first key
 
@@ -50,12 +52,13 @@ def default_blocks() -> Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class _Planes:
-    """How the 8 channel planes of a row are cut: `groups` runs of `run` channels, each under one scale.
+    """How the 8 channel planes of a row are cut: into `groups` runs of `run` channels, each run under one scale.
 
-    A plane has `groups` runs, of which `real` exist; the others are padding.
+    `real` of the runs exist; the others are padding. Pool entries begin at multiples of `granule` words.
     """
 
     dim: int
+    granule: int
 
     @property
     def size(self) -> int:
@@ -76,20 +79,6 @@ class _Planes:
     @property
     def padded(self) -> int:
         return self.groups * self.run
-
-    @property
-    def words(self) -> int:
-        """Words of a pool entry."""
-        return self.size + self.scale_words
-
-    @property
-    def scale_words(self) -> int:
-        return -(-self.dim // 64)
-
-    @property
-    def granule(self) -> int:
-        """Words at whose multiples entries begin."""
-        return math.gcd(self.words, 128)
 
 
 def _kernel(planes: _Planes, blocks: Blocks, shape: tuple, width: int, has_entries: bool, *refs):
@@ -113,8 +102,8 @@ def _kernel(planes: _Planes, blocks: Blocks, shape: tuple, width: int, has_entri
         return plt.load(q_ref.at[spot(k)], mask=mask, other=0.0)
 
     q = [load_q(k) for k in range(8)]
-    layer, slot = plt.load(which.at[0]), plt.load(which.at[1])
-    query_position = plt.load(query.at[n])
+    layer, slot = which[0], which[1]
+    query_position = query[n]
 
     def flat(plane: Array) -> Array:  # [keys, groups, run] float32 -> bf16 [keys, padded]
         if planes.groups != planes.real:
@@ -125,13 +114,13 @@ def _kernel(planes: _Planes, blocks: Blocks, shape: tuple, width: int, has_entri
         peak, total, sums = carry
         logits = jnp.zeros((blocks.heads, blocks.keys), jnp.float32)
         for k in range(8):
-            logits += pl.dot(q[k], keys[k], trans_b=True)
+            logits += plt.dot(q[k], keys[k], trans_b=True)
         logits = jnp.where(visible[None, :], logits * planes.dim**-0.5, _NONE)
         new = jnp.maximum(peak, jnp.max(logits, axis=1))
         shrink = jnp.exp(peak - new)
         p = jnp.where(visible[None, :], jnp.exp(logits - new[:, None]), 0.0)
         rounded = p.astype(jnp.bfloat16)
-        sums = tuple(s * shrink[:, None] + pl.dot(rounded, keys[k]) for k, s in enumerate(sums))
+        sums = tuple(s * shrink[:, None] + plt.dot(rounded, keys[k]) for k, s in enumerate(sums))
         return new, total * shrink + jnp.sum(p, axis=1), sums
 
     def window_step(step: Array, carry: tuple) -> tuple:
@@ -171,8 +160,8 @@ def _kernel(planes: _Planes, blocks: Blocks, shape: tuple, width: int, has_entri
 
         def plane(k: int) -> Array:
             number = jax.lax.div(k * planes.size + group * planes.run, 16)  # of the scale of each run
-            word = load(planes.size + jax.lax.rem(number, planes.scale_words), padding)
-            byte = jax.lax.shift_right_logical(word, (8 * jax.lax.div(number, planes.scale_words))[None, :]) & 0x7F
+            word = load(planes.size + jax.lax.rem(number, scale_words(planes.dim)), padding)
+            byte = jax.lax.shift_right_logical(word, (8 * jax.lax.div(number, scale_words(planes.dim)))[None, :]) & 0x7F
             scale = gpu_codes.e4m3_scale(byte) * (gpu_codes.E4M3_UNIT * gpu_codes.E2M1_UNIT)
             return flat(gpu_codes.e2m1(code, k) * scale[:, :, None])
 
@@ -183,9 +172,9 @@ def _kernel(planes: _Planes, blocks: Blocks, shape: tuple, width: int, has_entri
         jnp.zeros((blocks.heads,), jnp.float32),
         tuple(jnp.zeros((blocks.heads, planes.padded), jnp.float32) for _ in range(8)),
     )
-    carry = jax.lax.fori_loop(plt.load(bounds.at[n, 0]), plt.load(bounds.at[n, 1]), window_step, carry)
+    carry = jax.lax.fori_loop(bounds[n, 0], bounds[n, 1], window_step, carry)
     if has_entries:
-        carry = jax.lax.fori_loop(0, plt.load(bounds.at[n, 2]), entry_step, carry)
+        carry = jax.lax.fori_loop(0, bounds[n, 2], entry_step, carry)
     peak, total, sums = carry
     total += jnp.exp(plt.load(sink.at[head], mask=at_head, other=0.0) - peak)
     share = jnp.where(peak > _NONE, 1.0 / total, 0.0)  # no key at all: exactly 0
@@ -207,25 +196,37 @@ def _steps(window_position: Array, query_position: Array, entry_row: Array | Non
     return jnp.stack([first, last, entries], axis=-1).astype(jnp.int32)
 
 
-def attend(q: Array, query_position: Array, window, entries, sink: Array, *, width: int, interpret: bool, blocks=None):
+def attend(
+    q: Array,
+    query_position: Array,
+    window: WindowKeys,
+    entries: Entries | None,
+    sink: Array,
+    *,
+    width: int,
+    temporary_bytes: int = 0,
+    interpret: bool = False,
+    blocks: Blocks | None = None,
+) -> Array:
     """See `pallas_kernels.sparse_attention.attend`.
 
     Args:
-        blocks: `Blocks`; None for those of the device.
+        temporary_bytes: not used; there is no temporary array to bound.
+        blocks: None for those of the device.
 
     Raises:
-        KernelError: a head dim that is no multiple of 32 from 64 to 512, or a pool whose granules pass 2^31.
+        KernelError: a pool whose granules cannot be counted in int32.
     """
     b, t, heads, dim = q.shape
-    if dim % 32 or not 64 <= dim <= 512:
-        raise KernelError(f"sparse_attention (gpu): head dim {dim}; multiples of 32 from 64 to 512 are supported")
-    planes, blocks = _Planes(dim), blocks or default_blocks()
+    if entries is not None and not entries.row.shape[-1]:
+        entries = None
+    granule = LANES if entries is not None and entries.padded else math.gcd(entry_words(dim), LANES)
+    planes, blocks = _Planes(dim, granule), blocks or default_blocks()
     rows = min(blocks.heads, max(16, gpu_codes.power_of_two(heads)))
     blocks = dataclasses.replace(blocks, heads=rows)
-    codes = window.codes.reshape(*window.codes.shape[:-1], dim // 2, 2)
-    row = None if entries is None else entries.row
-    slot = 0 if entries is None else entries.slot
+    slot, row = (0, None) if entries is None else (entries.slot, entries.row)
     steps = _steps(window.position, query_position, row, width, blocks.keys)
+    codes = window.codes.reshape(*window.codes.shape[:-1], dim // 2, 2)
     args = [
         jnp.stack([jnp.asarray(window.layer, jnp.int32), jnp.asarray(slot, jnp.int32)]),
         q.reshape(b * t, heads, dim),
@@ -234,27 +235,26 @@ def attend(q: Array, query_position: Array, window, entries, sink: Array, *, wid
         window.position,
         query_position.reshape(b * t),
         steps.reshape(b * t, 3),
-        sink.astype(jnp.float32),
+        sink,
     ]
     if entries is not None:
-        sources, pool_rows, lanes = entries.words.shape
-        granules = pool_rows * lanes // planes.granule
+        sources, pool_rows, _ = entries.words.shape
+        granules = pool_rows * (LANES // granule)
         if granules >= 2**31:
             raise KernelError(
-                f"sparse_attention (gpu): a pool of {pool_rows} rows; with head dim {dim} at most "
-                f"{2**31 * planes.granule // lanes - 1} are supported"
+                f"sparse_attention (gpu): entries.words has {pool_rows} rows; at head dim {dim} it may have "
+                f"{2**31 // (LANES // granule) - 1}"
             )
-        start = entries.row * (lanes // planes.granule) + entries.lane // planes.granule
-        args.append(entries.words.reshape(sources, granules, planes.granule))
-        args.append(jnp.where(entries.row >= 0, start, -1).reshape(b * t, -1))
+        first = entries.row * (LANES // granule) + entries.lane // granule
+        args.append(entries.words.reshape(sources, granules, granule))
+        args.append(jnp.where(entries.row >= 0, first, -1).reshape(b * t, -1))
     shape = (t, heads, window.codes.shape[2])
-    kernel = functools.partial(_kernel, planes, blocks, shape, width, entries is not None)
     out = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, planes, blocks, shape, width, entries is not None),
         grid=(-(-heads // rows), b * t),  # the head blocks of a query run side by side and share its entries in L2
         out_shape=jax.ShapeDtypeStruct((b * t, heads, dim), q.dtype),
         compiler_params=plt.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="sparse_attention",
     )(*args)
-    return out.reshape(b, t, heads, dim)
+    return out.reshape(q.shape)
