@@ -57,34 +57,41 @@ class Packing:
         taken = jnp.take(queries, np.maximum(self.channel, 0), axis=-1)
         return jnp.where(self.channel >= 0, taken * _QUERY_FACTOR, 0).astype(jnp.bfloat16)
 
-    def scale_words(self, scales: Array) -> dict[tuple[int, int], Array]:
-        """Two bf16 scales in a word, for each pair of blocks that share words: of scale words int32 [..., 128]."""
-        field = [
-            jnp.minimum((jax.lax.shift_right_logical(scales, 8 * b) & 255) + _KEY_EXPONENT, 254)
-            for b in range(self.dim // 32)
-        ]
-        pairs = {tuple(pair) for pair in self.block.reshape(-1, 2).tolist()}
-        return {(low, high): (field[low] << 7) | (field[high] << 23) for low, high in sorted(pairs)}
+    def scales(self, words: Array) -> list[Array]:
+        """The scale of each block of 32 channels, 2^100 of it: float32 [..., 128] of scale words int32 [..., 128]."""
+        shifts = range(0, 8 * self.dim // 32, 8)
+        exponents = (jnp.minimum(((words >> shift) & 255) + _KEY_EXPONENT, 254) for shift in shifts)
+        return [_as_float(exponent << 23) for exponent in exponents]
 
-    def unpack(self, words: Array, scales: dict[tuple[int, int], Array]) -> Array:
-        """Keys bf16 [8 * rows, 128] of a tile of words int32 [rows, 128] and its scale words [1, 128]."""
+    def unpack(self, words: Array, scales: list[Array]) -> Array:
+        """Keys bf16 [8 * rows, 128] of a tile of words int32 [rows, 128] and its scales, float32 [1, 128] each."""
         fields = _fields(words)
         planes = []
         for k in range(4):
-            value = pltpu.bitcast(_bf16_bits(words, fields, k), jnp.bfloat16)
-            planes.append(value * pltpu.bitcast(self._plane_scale(k, scales), jnp.bfloat16))
+            bits = _bf16_bits(words, fields, k)
+            low = _as_float(bits << 16) * self._plane_scale(self.block[k, :, 0], scales)
+            high = _as_float(bits & np.int32(-(2**16))) * self._plane_scale(self.block[k, :, 1], scales)
+            both = jax.lax.shift_right_logical(_as_bits(low), 16) | _as_bits(high)  # both are bf16 values
+            planes.append(pltpu.bitcast(both, jnp.bfloat16))
         return jnp.concatenate(planes, axis=0)
 
-    def _plane_scale(self, k: int, scales: dict[tuple[int, int], Array]) -> Array:
-        """Scale words int32 [rows, 128] of plane k."""
-        pairs = [tuple(pair) for pair in self.block[k].tolist()]
-        plane = jnp.broadcast_to(scales[pairs[0]], (self.rows, LANES))
-        if len(set(pairs)) > 1:  # a plane of 96 channels
-            row = jax.lax.broadcasted_iota(jnp.int32, plane.shape, 0)
+    def _plane_scale(self, blocks: np.ndarray, scales: list[Array]) -> Array:
+        """Scales of the rows of a plane whose blocks are given: float32 [rows or 1, 128]."""
+        plane = scales[blocks[0]]
+        if len(set(blocks.tolist())) > 1:  # planes of 96 channels
+            row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 0)
             for first in range(1, self.rows):
-                if pairs[first] != pairs[first - 1]:
-                    plane = jnp.where(row >= first, scales[pairs[first]], plane)
+                if blocks[first] != blocks[first - 1]:
+                    plane = jnp.where(row >= first, scales[blocks[first]], plane)
         return plane
+
+
+def _as_float(bits: Array) -> Array:
+    return pltpu.bitcast(bits, jnp.float32)
+
+
+def _as_bits(value: Array) -> Array:
+    return pltpu.bitcast(value, jnp.int32)
 
 
 def _fields(words: Array) -> Array:
@@ -170,28 +177,27 @@ def _kernel(packing: Packing, sizes, interpret, visible, limit, slot, table, aft
 
     first = step * (span // _TILE)
     here = jnp.clip(tiles - first, 0, span // _TILE)
+    following = jnp.where(row + 1 < rows, limit[jnp.minimum(b + 1, limit.shape[0] - 1)], 0)
+
+    @pl.when((here > 0) & (state[1] == 0))
+    def _():
+        start(table, first, state[0])
 
     def score(i, _):
         tile, buffer = first + i, state[0]
-
-        @pl.when(state[1] == 0)
-        def _():
-            start(table, tile, buffer)
-
         last = tile + 1 == tiles
-        next_row = last & (block + 1 == blocks)
-        following = jnp.where(row + 1 < rows, limit[jnp.minimum(b + 1, limit.shape[0] - 1)], 0)
+        more = ~(last & (block + 1 == blocks))
 
-        @pl.when(~next_row)
+        @pl.when(more)
         def _():
             start(table, jnp.where(last, 0, tile + 1), 1 - buffer)
 
-        @pl.when(next_row & (following > 0))
+        @pl.when(~more & (following > 0))
         def _():
             start(after, 0, 1 - buffer)
 
         state[0] = 1 - buffer
-        state[1] = (~next_row | (following > 0)).astype(jnp.int32)
+        state[1] = (more | (following > 0)).astype(jnp.int32)
         wait(buffer)
         _score_tile(packing, count, interpret, table, tile, buffer, q, w, code_buffer, scale_buffer, out, i)
         return 0
@@ -217,23 +223,28 @@ def _score_tile(packing, count, interpret, table, tile, buffer, q, w, code_buffe
 
     def words_of(r):
         if pages == 1:
-            return code_buffer[buffer, r], scale_buffer[buffer, pl.ds(r, 1)]
+            return code_buffer[buffer, r]
         a, b = code_buffer[buffer, 2 * r], code_buffer[buffer, 2 * r + 1]
         left = lanes < LANES // 2
         even = jnp.where(left, a, pltpu.roll(b, LANES // 2, 1))
         odd = jnp.where(left, pltpu.roll(a, LANES // 2, 1), b)
+        return jnp.concatenate([even, odd], axis=0)
+
+    def scale_words_of(r):
+        if pages == 1:
+            return scale_buffer[buffer, pl.ds(r, 1)]
         halves = []
         for side in range(2):  # the side of the row that a page's scales are on is the page's own
             page = table[0, 0, (tile * _TILE + r) * 2 + side]
             scale = scale_buffer[buffer, pl.ds(2 * r + side, 1)]
             halves.append(pltpu.roll(scale, ((page + side) & 1) * (LANES // 2), 1))
-        return jnp.concatenate([even, odd], axis=0), jnp.where(left, *halves)
+        return jnp.where(lanes < LANES // 2, *halves)
 
     def group(g, _):
+        scales = packing.scales(jnp.concatenate([scale_words_of(g * _GROUP + i) for i in range(_GROUP)], axis=0))
         parts = []
         for i in range(_GROUP):
-            words, scale = words_of(g * _GROUP + i)
-            parts.append(packing.unpack(words, packing.scale_words(scale)))
+            parts.append(packing.unpack(words_of(g * _GROUP + i), [scale[i : i + 1] for scale in scales]))
         keys = jnp.concatenate(parts, axis=1)
 
         def queries(j, _):
