@@ -52,20 +52,41 @@ def rms_norm(x: Columns, weight: Columns, d: int, eps: float) -> Columns:
     return [round_bf16(column * factor * w) for column, w in zip(x, weight, strict=True)]
 
 
-def rotate(x: Columns, cos: Columns, sin: Columns) -> Columns:
-    """Adjacent channels turned, rounded to bf16; cos and sin of the last columns, the factors of `full_angles`.
+def _tail_angles(parts: Columns, number: int, still: int) -> Array:
+    """Angles of the pairs in column `number`: lanes 2i and 2i + 1 get that of their pair.
 
-    Columns before them turn by the angle 0, which may change the sign of a zero.
+    Args:
+        parts: columns of one value for each pair, the first pair being channels `still` and `still` + 1.
     """
-    even = lane_numbers(x[0].shape[0]) & 1 == 0
-    still = len(x) - len(cos)
+    lane = lane_numbers(parts[0].shape[0])
+    first = (LANES * number - still) // 2  # pair of lane 0; negative where the tail begins inside the column
+    pairs = jnp.zeros(lane.shape, jnp.float32)
+    for q, part in enumerate(parts):
+        begin, turn = LANES * q - first, (LANES * q - first) % LANES
+        moved = pltpu.roll(part, turn, 1) if turn else part
+        pairs = jnp.where((lane >= begin) & (lane < begin + LANES), moved, pairs)
+    for bit in (32, 16, 8, 4, 2, 1):  # pair m, at lane m, moves on by its own number
+        pairs = jnp.where(lane & (2 * bit) != 0, pltpu.roll(pairs, bit, 1), pairs)
+    return jnp.where(lane & 1 != 0, pltpu.roll(pairs, 1, 1), pairs)
+
+
+def rotate(x: Columns, cos: Columns, sin: Columns, still: int) -> Columns:
+    """Pairs of channels from `still` on turned by angles (columns of pairs), rounded to bf16.
+
+    Channels before them turn by the angle 0, which may change the sign of a zero.
+    """
+    lane = lane_numbers(x[0].shape[0])
+    even = lane & 1 == 0
     turned = []
     for number, column in enumerate(x):
         partner = jnp.where(even, pltpu.roll(column, LANES - 1, 1), pltpu.roll(column, 1, 1))
-        if number < still:
+        if LANES * (number + 1) <= still:
             turned.append(column + partner * 0.0)
-        else:
-            turned.append(round_bf16(column * cos[number - still] + partner * sin[number - still]))
+            continue
+        tail = lane + LANES * number >= still
+        same = jnp.where(tail, _tail_angles(cos, number, still), 1.0)
+        other = jnp.where(tail, _tail_angles(sin, number, still), 0.0)
+        turned.append(round_bf16(column * same + partner * jnp.where(even & tail, -other, other)))
     return turned
 
 

@@ -10,7 +10,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_write import reference
 from pallas_kernels.kv_write.lanes import LANES, Columns
 
 TILE = 128  # rows, at most: one to a lane where a tile is transposed
@@ -27,19 +26,19 @@ class Rows:
         self.tile = min(TILE, -(-self.n // _CHUNK) * _CHUNK)
         self.steps = -(-self.n // self.tile)
         self.width = -(-self.d // LANES) * LANES
-        first = (self.d - 2 * cos.shape[-1]) // LANES * LANES  # columns before turn by the angle 0
-        angles = [self._padded(part) for part in reference.full_angles(cos, sin, self.d - first)]
+        self.still = self.d - 2 * cos.shape[-1]  # channels that do not turn
         weight = jnp.pad(norm.astype(jnp.float32), (0, self.width - self.d))[None]
-        self.arrays = self._padded(raw), weight, *angles
+        self.arrays = self._padded(raw), weight, self._padded(cos), self._padded(sin)
 
     def _padded(self, x: Array) -> Array:
         """[B, n, width] -> [steps * tile, lanes]."""
         x = x.reshape(self.n, x.shape[-1])
         return jnp.pad(x, ((0, self.steps * self.tile - self.n), (0, -x.shape[1] % LANES)))
 
-    def tiles(self, x: Array) -> Array:
-        """A number for each row, [B, n] -> [steps, tile]; zero (or False) for padding."""
-        return jnp.pad(x.reshape(-1), (0, self.steps * self.tile - self.n)).reshape(self.steps, self.tile)
+    def numbers(self, x: Array, keep: Array | None = None) -> Array:
+        """A number for each row, [B, n] -> int32 [steps * tile]; -1 for padding and rows that are not kept."""
+        x = x if keep is None else jnp.where(keep, x, -1)
+        return jnp.pad(x.reshape(-1), (0, self.steps * self.tile - self.n), constant_values=-1).astype(jnp.int32)
 
     def output(self, width: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         """An array with a row for each row."""
@@ -51,6 +50,7 @@ class Rows:
         prefetched: Sequence[Array],
         outputs: Sequence[jax.ShapeDtypeStruct],
         pools: Sequence[Array],
+        buffers: Sequence[tuple[int, tuple[int, ...]]],
         scratch: Sequence[Any],
         name: str,
         interpret: bool,
@@ -58,7 +58,8 @@ class Rows:
         """Run `kernel` on every tile in order.
 
         Its arguments: `prefetched` in scalar memory, the tile's raw rows, the norm's weight, cos, sin, the pools (where
-        they come in, and again after `outputs` where they are to be changed), `scratch`, a semaphore for each pool.
+        they come in, and again after `outputs` where they are to be changed), `scratch`, and for each pool what its
+        `Pieces` need. `buffers`: for each pool how many pieces a row of the tile touches, and the shape of a piece.
         """
 
         def block(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
@@ -67,6 +68,10 @@ class Rows:
 
         anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
         first = len(prefetched) + len(self.arrays)
+        for pool, (uses, shape) in zip(pools, buffers, strict=True):
+            uses = uses * self.tile
+            scratch = [*scratch, pltpu.VMEM((uses + 1, *shape), pool.dtype), pltpu.SMEM((2, uses), jnp.int32)]
+            scratch.append(pltpu.SemaphoreType.DMA)
         return pl.pallas_call(
             kernel,
             out_shape=[*outputs, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools)],
@@ -75,7 +80,7 @@ class Rows:
                 grid=(self.steps,),
                 in_specs=[*map(block, self.arrays), *anywhere],
                 out_specs=[*map(block, outputs), *anywhere],
-                scratch_shapes=[*scratch, *[pltpu.SemaphoreType.DMA] * len(pools)],
+                scratch_shapes=scratch,
             ),
             input_output_aliases={first + i: len(outputs) + i for i in range(len(pools))},
             compiler_params=pltpu.CompilerParams(
@@ -116,62 +121,68 @@ def store(ref: Any, rows: Any, columns: Columns) -> None:
         ref[rows, i * LANES : (i + 1) * LANES] = column.astype(ref.dtype)
 
 
-def first_use(piece: Array, kept: Array) -> Array:
-    """Which use of its tile is the first of the same piece, for every use: int32 [steps, m] and bool -> [steps * m].
-
-    m for a use that is not kept.
-    """
-    m = piece.shape[1]
-    same = (piece[:, :, None] == piece[:, None, :]) & kept[:, None, :]
-    first = jnp.min(jnp.where(same, jnp.arange(m), m), axis=-1)
-    return jnp.where(kept, first, m).reshape(-1)
-
-
 class Pieces:
     """Pieces of a pool in buffers: read, to be changed, written back.
 
+    Uses of pieces are numbered in the order of the tile's rows. Those of one piece must follow each other, with none of
+    another piece between them that is kept.
+
     Args:
-        first: of `first_use`, in scalar memory. step: the tile.
-        at: reference to the piece of a use, numbered over all tiles.
-        buffer: [m + 1, *piece]: buffer i belongs to the piece that use i of the tile is the first of; the last one
-            to uses that are not kept.
+        piece: of a use: whether it is kept, and a number >= 0 that names its piece.
+        at: reference to the piece of a use.
+        buffer: [uses + 1, *piece]; the last one is for uses that are not kept.
+        places: int32 [2, uses] in scalar memory: the buffer of each use, the first use of each buffer.
     """
 
-    def __init__(self, first: Any, step: Array, at: Callable[[Array], Any], buffer: Any, semaphore: Any):
-        self.uses = buffer.shape[0] - 1
-        self.begin = step * self.uses
-        self.first, self.at, self.buffer, self.semaphore = first, at, buffer, semaphore
-
-    def buffer_of(self, use: Array) -> Array:
-        """The buffer of a use of the tile."""
-        return self.first[self.begin + use]
-
-    def _copy(self, use: Array, out: bool) -> Any:
-        place, buffer = self.at(self.begin + use), self.buffer.at[use]
-        return pltpu.make_async_copy(*((buffer, place) if out else (place, buffer)), self.semaphore)
-
-    def _start(self, out: bool) -> None:
-        def step(i, started):
-            owner = self.buffer_of(i) == i
-            pl.when(owner)(self._copy(i, out).start)
-            return started + owner.astype(jnp.int32)
-
-        self.started = jax.lax.fori_loop(0, self.uses, step, jnp.int32(0))
+    def __init__(
+        self,
+        piece: Callable[[Array], tuple[Array, Array]],
+        at: Callable[[Array], Any],
+        buffer: Any,
+        places: Any,
+        semaphore: Any,
+    ):
+        self.piece, self.at, self.buffer, self.places, self.semaphore = piece, at, buffer, places, semaphore
 
     def start_reading(self) -> None:
-        """Begin to read all pieces."""
-        self._start(out=False)
+        """Begin to read the pieces of all uses."""
+        uses = self.buffer.shape[0] - 1
+
+        def step(use, carry):
+            count, last = carry
+            kept, piece = self.piece(use)
+            new = kept & (piece != last)
+
+            @pl.when(new)
+            def _():
+                self.places[1, count] = use
+                pltpu.make_async_copy(self.at(use), self.buffer.at[count], self.semaphore).start()
+
+            count = count + new.astype(jnp.int32)
+            self.places[0, use] = jnp.where(kept, count - 1, uses)
+            return count, jnp.where(kept, piece, last)
+
+        self.count, _ = jax.lax.fori_loop(0, uses, step, (jnp.int32(0), jnp.int32(-1)))
 
     def wait(self) -> None:
         """Until the copies begun last are done."""
 
         def step(_, unused):
-            self._copy(0, False).wait()  # of this size, whichever it is
+            pltpu.make_async_copy(self.buffer.at[0], self.buffer.at[0], self.semaphore).wait()  # any of this size
             return unused
 
-        jax.lax.fori_loop(0, self.started, step, 0)
+        jax.lax.fori_loop(0, self.count, step, 0)
+
+    def buffer_of(self, use: Array) -> Array:
+        """The buffer of a use."""
+        return self.places[0, use]
 
     def write(self) -> None:
         """Write all pieces back."""
-        self._start(out=True)
+
+        def step(i, unused):
+            pltpu.make_async_copy(self.buffer.at[i], self.at(self.places[1, i]), self.semaphore).start()
+            return unused
+
+        jax.lax.fori_loop(0, self.count, step, 0)
         self.wait()

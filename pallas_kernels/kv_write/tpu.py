@@ -3,9 +3,9 @@
 Rows of all sequences are one list, in tiles. A tile is normed, rotated, quantised and packed in vector registers; then
 the pieces of the pool that it touches are read, merged and written back. A piece is the smallest that a copy can
 address: a row of 128 words of a main KV pool or of index scales, a page's tile of index codes, eight rows of a ring,
-a sequence's scales of a ring. Several rows of a tile may touch one piece, also rows of two sequences (the scale words
-of two pages share a row), so every row is told which row of its tile touches the piece first, and that row's buffer
-serves all of them. Tiles run in order, and each waits for its copies: one tile may go on where the last one ended.
+a sequence's scales of a ring. Neighbouring rows of a sequence share pieces, and then a buffer. Where two sequences may
+share one (two pages' scale words stand in one row), or a sequence may come back to one (a ring of few rows), the tile
+is written in passes that do not. Tiles run in order, and each waits for its copies.
 
 Copies of different pieces run side by side; a decode step of 64 sequences waits twice for memory, not 128 times.
 """
@@ -21,9 +21,13 @@ from jax.experimental.pallas import tpu as pltpu
 from dsv41_jax import quant
 from pallas_kernels.kv_write import lanes, reference
 from pallas_kernels.kv_write.lanes import LANES
-from pallas_kernels.kv_write.pieces import TILE, Pieces, Rows, first_use, load, store
+from pallas_kernels.kv_write.pieces import TILE, Pieces, Rows, load, store
 
 RING_ROWS = 8  # rows of a ring that one copy can address
+
+
+def _scalar(x: Array | int) -> Array:
+    return jnp.asarray(x, jnp.int32).reshape(1)
 
 
 def main_entries(
@@ -43,52 +47,55 @@ def main_entries(
 ) -> tuple[Array, Array]:
     """See `kv_write.main_entries`."""
     rows = Rows(raw, norm, cos, sin, eps)
-    size = reference.main_words(rows.d)
-    word = rows.tiles(place) * size
-    first_row, lane, kept = rows.tiles(page) * page_rows + word // LANES, word % LANES, rows.tiles(keep)
-    # Two pieces for each entry: the row in which it begins, and the next one where it ends there.
-    piece = jnp.stack([first_row, first_row + 1], axis=-1).reshape(rows.steps, 2 * rows.tile)
-    used = jnp.stack([kept, kept & (lane + size > LANES)], axis=-1).reshape(piece.shape)
     latent, words = rows.call(
-        functools.partial(_main_kernel, rows, size),
-        [jnp.asarray(slot, jnp.int32).reshape(1), first_use(piece, used), piece.reshape(-1), lane.reshape(-1)],
+        functools.partial(_main_kernel, rows, page_rows),
+        [_scalar(slot), rows.numbers(page), rows.numbers(place, keep)],
         outputs=[rows.output(rows.width, raw.dtype)],
         pools=[words],
-        scratch=[
-            pltpu.VMEM((rows.tile, LANES), jnp.int32),
-            pltpu.VMEM((2 * rows.tile + 1, 1, LANES), jnp.int32),
-        ],
+        buffers=[(2, (1, LANES))],  # an entry may end in the row after
+        scratch=[pltpu.VMEM((rows.tile, LANES), jnp.int32)],
         name="main_entries",
         interpret=interpret,
     )
     return words, latent[: rows.n, : rows.d].reshape(raw.shape)
 
 
-def _main_kernel(rows, size, slot, first, piece, lane, raw, norm, cos, sin, pool_in, latent, pool, words, buffer, sem):
-    del pool_in  # the same memory as `pool`
-    step = pl.program_id(0)
-    pieces = Pieces(first, step, lambda i: pool.at[slot[0], pl.ds(piece[i], 1)], buffer, sem)
+def _main_kernel(rows, page_rows, slot, page, place, raw, norm, cos, sin, _, latent, pool, words, *buffers):
+    size = reference.main_words(rows.d)
+    tile = pl.program_id(0) * rows.tile
+
+    def pool_row(use):
+        """Of a use: entry use / 2, the row in which it begins or the one after."""
+        entry = tile + (use >> 1)
+        return page[entry] * page_rows + (place[entry] * size >> 7) + (use & 1)
+
+    def piece(use):
+        where = place[tile + (use >> 1)]
+        ends_after = (where * size & (LANES - 1)) + size > LANES
+        return (where >= 0) & ((use & 1 == 0) | ends_after), pool_row(use)
+
+    pieces = Pieces(piece, lambda use: pool.at[slot[0], pl.ds(pool_row(use), 1)], *buffers)
     pieces.start_reading()
     codes, scales = lanes.word_moves(rows.d, quant.MAIN_KV_BLOCK, size - rows.d // 8, rows.d // 8)
 
     def pack(chunk):
         normed = lanes.rms_norm(load(raw, chunk), load(norm), rows.d, rows.eps)
         store(latent, chunk, normed)
-        turned = lanes.rotate(normed, load(cos, chunk), load(sin, chunk))
+        turned = lanes.rotate(normed, load(cos, chunk), load(sin, chunk), rows.still)
         quantised = [lanes.q4_main(column) for column in turned]
         packed = lanes.place([code for code, _ in quantised], codes)
         words[chunk] = packed | lanes.place([scale for _, scale in quantised], scales)
 
     rows.each_chunk(pack)
     pieces.wait()
-    number = lanes.lane_numbers(1)
+    lane = lanes.lane_numbers(1)
 
     def merge(i):
-        begin = lane[step * rows.tile + i]
+        begin = place[tile + i] * size & (LANES - 1)
         entry = pltpu.roll(words[pl.ds(i, 1)], begin, 1)
-        for part, low, high in ((0, begin, begin + size), (1, 0, begin + size - LANES)):
+        for part, low in ((0, begin), (1, begin - LANES)):
             at = pieces.buffer_of(2 * i + part)
-            buffer[at] = jnp.where((number >= low) & (number < high), entry, buffer[at])
+            pieces.buffer[at] = jnp.where((lane >= low) & (lane < low + size), entry, pieces.buffer[at])
 
     rows.each_row(merge)
     pieces.write()
@@ -112,85 +119,89 @@ def index_entries(
 ) -> tuple[Array, Array]:
     """See `kv_write.index_entries`."""
     rows = Rows(raw, norm, cos, sin, eps)
-    page, place, kept = rows.tiles(page), rows.tiles(place), rows.tiles(keep)
-    scale_row, scale_lane = reference.scale_place(page, place, page_entries, 1)
-    scale_row = scale_row[..., 0]
     codes, scales = rows.call(
         functools.partial(_index_kernel, rows, page_entries),
-        [
-            jnp.asarray(slot, jnp.int32).reshape(1),
-            first_use(page, kept),
-            first_use(scale_row, kept),
-            page.reshape(-1),
-            scale_row.reshape(-1),
-            place.reshape(-1),
-            scale_lane.reshape(-1),
-        ],
+        [_scalar(slot), rows.numbers(page), rows.numbers(place, keep)],
         outputs=[],
         pools=[codes, scales],
-        scratch=[
-            pltpu.VMEM((TILE, LANES), jnp.int32),
-            pltpu.VMEM((LANES, TILE), jnp.int32),
-            pltpu.VMEM((rows.tile + 1, *codes.shape[2:]), jnp.int32),
-            pltpu.VMEM((rows.tile + 1, 1, LANES), jnp.int32),
-        ],
+        buffers=[(1, codes.shape[2:]), (1, (1, LANES))],
+        scratch=[pltpu.VMEM((TILE, LANES), jnp.int32), pltpu.VMEM((LANES, TILE), jnp.int32)],
         name="index_entries",
         interpret=interpret,
     )
     return codes, scales
 
 
-def _index_kernel(
-    rows, entries, slot, first, first_scale, page, scale_row, place, scale_lane, raw, norm, cos, sin, *refs
-):
-    _, _, codes, scales, words, turned, buffer, scale_buffer, sem, scale_sem = refs
-    step = pl.program_id(0)
-    pieces = Pieces(first, step, lambda i: codes.at[slot[0], page[i]], buffer, sem)
-    scale_pieces = Pieces(
-        first_scale, step, lambda i: scales.at[slot[0], pl.ds(scale_row[i], 1)], scale_buffer, scale_sem
+def _index_kernel(rows, entries, slot, page, place, raw, norm, cos, sin, _, __, codes, scales, words, turned, *buffers):
+    tile = pl.program_id(0) * rows.tile
+    together = LANES // entries  # pages whose scales share a row, and words of a key that share a row
+    shift = together.bit_length() - 1
+    pieces = Pieces(
+        lambda use: (place[tile + use] >= 0, page[tile + use]),
+        lambda use: codes.at[slot[0], page[tile + use]],
+        *buffers[:3],
     )
     pieces.start_reading()
-    scale_pieces.start_reading()
+
+    def scale_piece(number, use):
+        at = page[tile + use]
+        return (place[tile + use] >= 0) & (at & (together - 1) == number), at >> shift
+
+    passes = [
+        Pieces(
+            functools.partial(scale_piece, number),
+            lambda use: scales.at[slot[0], pl.ds(page[tile + use] >> shift, 1)],
+            *buffers[3:],
+        )
+        for number in range(together)  # the pages at the same place of their rows of scales
+    ]
+    passes[0].start_reading()
     scale_word = LANES - 1  # of a row's words: the last lane is free
     code_moves, scale_moves = lanes.word_moves(rows.d, quant.BLOCK, 1, scale_word)
 
     def pack(chunk):
         normed = lanes.rms_norm(load(raw, chunk), load(norm), rows.d, rows.eps)
-        (column,) = lanes.rotate(normed, load(cos, chunk), load(sin, chunk))
+        (column,) = lanes.rotate(normed, load(cos, chunk), load(sin, chunk), rows.still)
         code, scale = lanes.q4_index(column)
         words[chunk] = lanes.place([code], code_moves) | lanes.place([scale], scale_moves)
 
     rows.each_chunk(pack)
     turned[...] = words[...].T  # a word to a row, an entry of the tile to a lane
     pieces.wait()
-    scale_pieces.wait()
 
-    # Words side by side in a row of the page's tile: word `together` * row + m begins at lane m * entries.
-    together = LANES // entries
-    tile_rows = buffer.shape[1]
-    number = lanes.lane_numbers(tile_rows)
-    shift = entries.bit_length() - 1
-    row = jax.lax.broadcasted_iota(jnp.int32, number.shape, 0)
-    exists = row * together + (number >> shift) < rows.d // 8
+    tile_rows = pieces.buffer.shape[1]
+    lane = lanes.lane_numbers(tile_rows)
+    row = jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0)
+    exists = row * together + (lane >> entries.bit_length() - 1) < rows.d // 8
+    # Word `together` * row + m of a key stands in the page's row `row`, from lane m * entries on.
     columns = [turned[pl.ds(m, tile_rows, stride=together)] for m in range(together)]
-    scale_column = turned[pl.ds(scale_word, 1)]
 
     def merge(i):
-        entry = step * rows.tile + i
         at = pieces.buffer_of(i)
-        new = buffer[at]
+        new = pieces.buffer[at]
         for m, column in enumerate(columns):
-            lane = place[entry] + m * entries
-            # `roll` takes no negative turn.
-            new = jnp.where((number == lane) & exists, pltpu.roll(column, lane + LANES - i, 1), new)
-        buffer[at] = new
-        at, lane = scale_pieces.buffer_of(i), scale_lane[entry]
-        moved = pltpu.roll(scale_column, lane + LANES - i, 1)
-        scale_buffer[at] = jnp.where(lanes.lane_numbers(1) == lane, moved, scale_buffer[at])
+            target = place[tile + i] + m * entries
+            # `roll` takes turns of 0 to 127.
+            moved = pltpu.roll(column, (target + LANES - i) & (LANES - 1), 1)
+            new = jnp.where((lane == target) & exists, moved, new)
+        pieces.buffer[at] = new
 
     rows.each_row(merge)
     pieces.write()
-    scale_pieces.write()
+
+    words_of_scales = turned[pl.ds(scale_word, 1)]
+    for number, scale_pieces in enumerate(passes):
+        if number:
+            scale_pieces.start_reading()
+        scale_pieces.wait()
+
+        def merge_scale(i, number=number, pieces=scale_pieces):
+            at, target = pieces.buffer_of(i), place[tile + i] + number * entries
+            moved = pltpu.roll(words_of_scales, (target + LANES - i) & (LANES - 1), 1)
+            pieces.buffer[at] = jnp.where(lane[:1] == target, moved, pieces.buffer[at])
+
+        rows.each_row(merge_scale)
+        scale_pieces.write()
 
 
 def window_rows(
@@ -214,26 +225,20 @@ def window_rows(
     piece_rows = RING_ROWS if size % RING_ROWS == 0 else size
     i = jnp.arange(t)
     kept = (i < n_valid[:, None]) & (i >= n_valid[:, None] - size)
-    ring_slot = rows.tiles((start[:, None] + i) % size)
-    sequence = rows.tiles(jnp.broadcast_to(jnp.arange(b)[:, None], (b, t)))
-    kept = rows.tiles(kept)
     own_codes, own_scales, codes, scales = rows.call(
-        functools.partial(_window_kernel, rows, piece_rows),
+        functools.partial(_window_kernel, rows, piece_rows, t),
         [
-            jnp.asarray(layer, jnp.int32).reshape(1),
-            first_use(sequence * size + ring_slot // piece_rows, kept),
-            first_use(sequence, kept),
-            sequence.reshape(-1),
-            ring_slot.reshape(-1),
+            _scalar(layer),
+            rows.numbers(jnp.broadcast_to(jnp.arange(b)[:, None], (b, t))),
+            rows.numbers((start[:, None] + i) % (2 * size), kept),  # a ring slot, and whether of an odd round
         ],
         outputs=[rows.output(rows.width, jnp.uint8), rows.output(LANES, jnp.int32)],
         pools=[codes, scales],
+        buffers=[(1, (piece_rows, d)), (1, scales.shape[2:])],
         scratch=[
-            pltpu.VMEM((TILE, rows.width), jnp.int32),
+            pltpu.VMEM((rows.tile, rows.width), jnp.int32),
             pltpu.VMEM((TILE, LANES), jnp.int32),
             pltpu.VMEM((LANES, TILE), jnp.int32),
-            pltpu.VMEM((rows.tile + 1, piece_rows, d), jnp.uint8),
-            pltpu.VMEM((rows.tile + 1, d // quant.BLOCK, size), jnp.uint8),
         ],
         name="window_rows",
         interpret=interpret,
@@ -243,49 +248,78 @@ def window_rows(
     return codes, scales, own_codes, own_scales
 
 
-def _window_kernel(rows, piece_rows, layer, first, first_scale, sequence, ring_slot, raw, norm, cos, sin, *refs):
-    _, _, own, own_scales, codes, scales, rows_i32, words, turned, buffer, scale_buffer, sem, scale_sem = refs
-    step = pl.program_id(0)
+def _window_kernel(rows, piece_rows, t, layer, sequence, place, raw, norm, cos, sin, _, __, *refs):
+    own, own_scales, codes, scales, new_rows, words, turned, *buffers = refs
+    tile = pl.program_id(0) * rows.tile
+    size = codes.shape[2]
 
-    def ring_piece(i):
-        at = ring_slot[i] // piece_rows * piece_rows
-        return codes.at[layer[0], sequence[i], pl.ds(pl.multiple_of(at, piece_rows), piece_rows)]
+    def slot_of(use):
+        at = place[tile + use]
+        return jnp.where(at >= size, at - size, at)
 
-    pieces = Pieces(first, step, ring_piece, buffer, sem)
-    scale_pieces = Pieces(first_scale, step, lambda i: scales.at[layer[0], sequence[i]], scale_buffer, scale_sem)
-    pieces.start_reading()
+    scale_pieces = Pieces(
+        lambda use: (place[tile + use] >= 0, sequence[tile + use]),
+        lambda use: scales.at[layer[0], sequence[tile + use]],
+        *buffers[3:],
+    )
     scale_pieces.start_reading()
+
+    def ring_piece(number, use):
+        at = place[tile + use]
+        kept = at >= 0 if number is None else (at >= 0) & ((at >= size) == bool(number))
+        return kept, sequence[tile + use] * size + jax.lax.div(slot_of(use), piece_rows)
+
+    def ring_rows(use):
+        at = slot_of(use)
+        first = pl.multiple_of(at - jax.lax.rem(at, piece_rows), piece_rows)
+        return codes.at[layer[0], sequence[tile + use], pl.ds(first, piece_rows)]
+
+    # Rows of one sequence in a tile that go round the ring may come back to the piece they began in.
+    come_back = min(t, rows.tile) > size - piece_rows
+    rounds = [
+        Pieces(functools.partial(ring_piece, number), ring_rows, *buffers[:3])
+        for number in ((0, 1) if come_back else (None,))
+    ]
+    rounds[0].start_reading()
     blocks = rows.d // quant.BLOCK
     scale_moves = [(g * quant.BLOCK, 1, 0, g) for g in range(blocks)]
 
     def quantise(chunk):
         normed = lanes.rms_norm(load(raw, chunk), load(norm), rows.d, rows.eps)
-        quantised = [lanes.q8(column) for column in lanes.rotate(normed, load(cos, chunk), load(sin, chunk))]
-        store(rows_i32, chunk, [code for code, _ in quantised])
+        rotated = lanes.rotate(normed, load(cos, chunk), load(sin, chunk), rows.still)
+        quantised = [lanes.q8(column) for column in rotated]
+        store(new_rows, chunk, [code for code, _ in quantised])
         store(own, chunk, [code for code, _ in quantised])
         words[chunk] = lanes.place([scale for _, scale in quantised], scale_moves)
 
     rows.each_chunk(quantise)
     own_scales[...] = words[: rows.tile]
     turned[...] = words[...].T  # a scale to a row, a row of the tile to a lane
-    pieces.wait()
     scale_pieces.wait()
-    inside = jax.lax.broadcasted_iota(jnp.int32, (piece_rows, rows.d), 0)
-    ring = scale_buffer.shape[2]
     column = turned[:blocks]
+    slots = jax.lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
 
-    def merge(i):
-        at, where = pieces.buffer_of(i), ring_slot[step * rows.tile + i]
-        new = rows_i32[pl.ds(i, 1)][:, : rows.d]
-        old = buffer[at].astype(jnp.int32)
-        buffer[at] = jnp.where(inside == where % piece_rows, new, old).astype(jnp.uint8)
-        at = scale_pieces.buffer_of(i)
-        new = pltpu.roll(column, (where + TILE - i) % LANES, 1)
-        new = jnp.concatenate([new] * -(-ring // LANES), axis=1)[:, :ring]
-        slots = jax.lax.broadcasted_iota(jnp.int32, (blocks, ring), 1)
-        old = scale_buffer[at].astype(jnp.int32)
-        scale_buffer[at] = jnp.where(slots == where, new, old).astype(jnp.uint8)
+    def merge_scales(i):
+        at, target = scale_pieces.buffer_of(i), slot_of(i)
+        moved = pltpu.roll(column, (target + LANES - i) & (LANES - 1), 1)
+        moved = jnp.concatenate([moved] * -(-size // LANES), axis=1)[:, :size]
+        old = scale_pieces.buffer[at].astype(jnp.int32)
+        scale_pieces.buffer[at] = jnp.where(slots == target, moved, old).astype(jnp.uint8)
 
-    rows.each_row(merge)
-    pieces.write()
+    rows.each_row(merge_scales)
     scale_pieces.write()
+
+    inside = jax.lax.broadcasted_iota(jnp.int32, (piece_rows, rows.d), 0)
+    for number, pieces in enumerate(rounds):
+        if number:
+            pieces.start_reading()
+        pieces.wait()
+
+        def merge(i, pieces=pieces):
+            at = pieces.buffer_of(i)
+            new = new_rows[pl.ds(i, 1)][:, : rows.d]
+            old = pieces.buffer[at].astype(jnp.int32)
+            pieces.buffer[at] = jnp.where(inside == jax.lax.rem(slot_of(i), piece_rows), new, old).astype(jnp.uint8)
+
+        rows.each_row(merge)
+        pieces.write()
