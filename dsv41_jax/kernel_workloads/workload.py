@@ -1,0 +1,87 @@
+"""One thing to check and to time, and how far two results of it lie apart."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How a result differs from the reference's.
+
+    Attributes:
+        error: largest absolute difference of floats. worst: largest difference in units of the tolerance at its place.
+        flips: integers (codes, packed words, numbers of entries) that differ. within: whether all that is allowed.
+    """
+
+    error: float
+    worst: float
+    flips: int
+    within: bool
+
+    def __str__(self) -> str:
+        if not self.error and not self.flips:
+            return "equal"
+        return f"{self.error:.2g}" + (f", {self.flips} flips" if self.flips else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """An operation on inputs of certain sizes.
+
+    Attributes:
+        name: unique; says what and how large. op: the package of the operation.
+        make: random key -> arguments, a pytree of arrays; can be jitted.
+        call: (arguments, implementation) -> result; jit it with the implementation static.
+        bytes, flops: the least that the operation moves to and from memory, and computes, in a call.
+        tolerance: of floats, relative and absolute; (0, 0): they must be equal.
+        flips: integers that may differ, where a float32 sum in another order can decide a rounding.
+        part: arguments -> those of the first rows, where the reference needs too much memory for all; its result is
+            compared with the first rows of each array of the result.
+        again: (arguments, result) -> arguments of the next call, where a call updates its arguments in place; then the
+            arguments are donated.
+        large: takes gigabytes.
+    """
+
+    name: str
+    op: str
+    make: Callable[[Array], Any]
+    call: Callable[[Any, str], Any]
+    bytes: int
+    flops: int
+    tolerance: tuple[float, float] = (0.0, 0.0)
+    flips: int = 0
+    part: Callable[[Any], Any] | None = None
+    again: Callable[[Any, Any], Any] | None = None
+    large: bool = False
+
+    def compare(self, got: Any, want: Any) -> Comparison:
+        """A result against the reference's of the same arguments, or of `part` of them."""
+        error, worst, flips = 0.0, 0.0, 0
+        for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            mine = mine[: right.shape[0]]
+            if jnp.issubdtype(right.dtype, jnp.integer):
+                flips += int(_unequal(mine, right))
+            else:
+                far, apart = _apart(mine, right, *self.tolerance)
+                error, worst = max(error, float(far)), max(worst, float(apart))
+        return Comparison(error, worst, flips, worst <= 1.0 and flips <= self.flips)
+
+
+@jax.jit
+def _unequal(got: Array, want: Array) -> Array:
+    return jnp.sum(got != want, dtype=jnp.int32)
+
+
+@jax.jit
+def _apart(got: Array, want: Array, relative: float, absolute: float) -> tuple[Array, Array]:
+    """Largest difference, and the largest in units of what is allowed at its place; inf for NaN or one-sided inf."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    difference = jnp.where(got == want, 0.0, jnp.abs(got - want))
+    difference = jnp.where(jnp.isfinite(difference), difference, jnp.inf)
+    allowed = jnp.maximum(relative * jnp.abs(want) + absolute, 1e-30)
+    return jnp.max(difference), jnp.max(jnp.where(difference > 0, difference / allowed, 0.0))
