@@ -1,5 +1,6 @@
 """The indexer's Mosaic kernels."""
 
 from pallas_kernels.indexer.tpu_scores import scores
+from pallas_kernels.indexer.tpu_select import candidate_blocks, select
 
-__all__ = ["scores"]
+__all__ = ["candidate_blocks", "scores", "select"]
