@@ -13,12 +13,12 @@ LB: loop body
 
      0   :  { %s1 = smov 0  ;;  %v2 = vmov 3 }
    0x1   :  { %s2 = smov 0 }
-   0x2 LB: > { %s3 = sphi %s1, %s9 }
+   0x2 LB: > { %s3 = sphi %s1, %s5 /* phi copy */  ;;  %s8 = sphi %s1, %s7 }
    0x3   : > { %7 = dma.hbm_to_vmem [thread:$0]  %s1 }
    0x4   :  {}
    0x5 LB: >> { %v4 = vadd.s32 %v2, %v2 }
    0x6   : >> { %p1 = scmp.ge.s32.totalorder %s4, 32 /* loop exit test */  ;;  %v5 = vmatpush.bf16.msra.mxu0 %v4 }
-   0x7   : > { %p2 = scmp.ge.s32.totalorder %s5, 6 /* loop exit test */ }
+   0x7   : >> { %p2 = scmp.ge.s32.totalorder %s5, 6 /* loop exit test */ }
    0x8 LE: > { %27 = sbr.rel (!%p2) target = $region1 }
    0x9   :  { %s6 = smov 1 }
    0xa LB: > { %v6 = vadd.s32 %v2, %v2 }
@@ -29,11 +29,12 @@ def test_nesting_and_counts():
     program = schedule.parse("kernel", DUMP)
     assert (program.straight, program.size) == (3, 11)
     outer, last = program.loops
-    assert (outer.own, outer.trips, outer.dmas, outer.matmuls) == (5, 6, 1, 0)
+    assert (outer.own, outer.trips, outer.dmas, outer.matmuls) == (4, 6, 1, 0)
     [inner] = outer.inner
-    assert (inner.own, inner.trips, inner.matmuls) == (2, 32, 1)
-    assert outer.bundles() == 5 + 32 * 2
-    assert outer.bundles({2: 10}) == 5 + 10 * 2
+    assert (inner.own, inner.trips, inner.matmuls) == (3, 32, 1)  # the outer loop's test stands in the inner one
+    assert outer.bundles() == 4 + 32 * 3
+    assert program.bundles({1: 2}) == 3 + 2 * (4 + 32 * 3) + 2 * 1
+    assert outer.bundles({2: 10}) == 4 + 10 * 3
     assert (last.own, last.trips) == (1, None)
 
 
@@ -41,7 +42,7 @@ def test_a_loop_whose_trips_are_unknown_needs_them():
     program = schedule.parse("kernel", DUMP.replace("32 /* loop exit test */", "%s8"))
     with pytest.raises(ValueError, match="how often the loop at depth 2 runs"):
         program.loops[0].bundles()
-    assert program.loops[0].bundles({2: 4}) == 13
+    assert program.loops[0].bundles({2: 4}) == 4 + 4 * 3
 
 
 SCRIPT = """
