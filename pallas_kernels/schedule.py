@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 _LINE = re.compile(r"^\s*(?:0x)?([0-9a-f]+)\s*([A-Z]{2})?\s*:\s*([> ]*)\{(.*)$")
-_EXIT = re.compile(r"scmp\.\w+(?:\.\w+)* (?:/\*.*?\*/)?%\w+, (\d+) /\* loop exit test \*/")
+_EXIT = re.compile(r"scmp\.\w+(?:\.\w+)* (?:/\*.*?\*/)?%(\w+), (\d+) /\* loop exit test \*/")
+_PHI = re.compile(r"%(\w+) = sphi %\w+, %(\w+)")
 _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 
 
@@ -52,11 +53,17 @@ class Loop:
 
 @dataclasses.dataclass
 class Program:
-    """A fusion or a kernel: `straight` bundles outside of loops, and its outermost loops."""
+    """A fusion or a kernel.
+
+    Attributes:
+        straight: bundles outside of loops. loops: its outermost loops.
+        cores: tensor cores that share its steps (2 on a v5p, where a kernel's grid has a parallel axis).
+    """
 
     name: str
     straight: int
     loops: list[Loop]
+    cores: int = 1
 
     @property
     def size(self) -> int:
@@ -67,10 +74,15 @@ class Program:
 
         return self.straight + sum(map(count, self.loops))
 
+    def bundles(self, trips: dict[int, int] | None = None) -> int:
+        """Bundles of a call on one core; `trips` as in `Loop.bundles`."""
+        return Loop(0, self.straight, inner=self.loops).bundles(trips)
+
 
 def parse(name: str, text: str) -> Program:
     """A `final_bundles` dump."""
-    program, stack = Program(name, 0, []), []
+    program, stack = Program(name, 0, [], 2 if "/* core id */" in text else 1), []
+    counted: dict[str, Loop] = {}  # by the names of a loop's counters
     for line in text.splitlines():
         found = _LINE.match(line)
         if not found:
@@ -91,8 +103,10 @@ def parse(name: str, text: str) -> Program:
         loop.own += 1
         loop.dmas += code.count("= dma.")
         loop.matmuls += len(re.findall(r"= vmat|= vmatmul|vmatpush", code))
-        if bound := _EXIT.search(code):
-            loop.trips = int(bound.group(1))
+        for names in _PHI.findall(code):
+            counted |= dict.fromkeys(names, loop)
+        for counter, trips in _EXIT.findall(code):  # an outer loop's test may stand in an inner one
+            counted.get(counter, loop).trips = int(trips)
     return program
 
 
