@@ -257,6 +257,10 @@ def _window_kernel(rows, piece_rows, t, layer, sequence, place, raw, norm, cos, 
         at = place[tile + use]
         return jnp.where(at >= size, at - size, at)
 
+    def begin_of(use):
+        """Where the piece of the ring begins."""
+        return slot_of(use) & -RING_ROWS if piece_rows == RING_ROWS else 0
+
     scale_pieces = Pieces(
         lambda use: (place[tile + use] >= 0, sequence[tile + use]),
         lambda use: scales.at[layer[0], sequence[tile + use]],
@@ -267,12 +271,11 @@ def _window_kernel(rows, piece_rows, t, layer, sequence, place, raw, norm, cos, 
     def ring_piece(number, use):
         at = place[tile + use]
         kept = at >= 0 if number is None else (at >= 0) & ((at >= size) == bool(number))
-        return kept, sequence[tile + use] * size + jax.lax.div(slot_of(use), piece_rows)
+        return kept, sequence[tile + use] * size + begin_of(use)
 
     def ring_rows(use):
-        at = slot_of(use)
-        first = pl.multiple_of(at - jax.lax.rem(at, piece_rows), piece_rows)
-        return codes.at[layer[0], sequence[tile + use], pl.ds(first, piece_rows)]
+        begin = pl.multiple_of(begin_of(use), piece_rows)
+        return codes.at[layer[0], sequence[tile + use], pl.ds(begin, piece_rows)]
 
     # Rows of one sequence in a tile that go round the ring may come back to the piece they began in.
     come_back = min(t, rows.tile) > size - piece_rows
@@ -319,7 +322,7 @@ def _window_kernel(rows, piece_rows, t, layer, sequence, place, raw, norm, cos, 
             at = pieces.buffer_of(i)
             new = new_rows[pl.ds(i, 1)][:, : rows.d]
             old = pieces.buffer[at].astype(jnp.int32)
-            pieces.buffer[at] = jnp.where(inside == jax.lax.rem(slot_of(i), piece_rows), new, old).astype(jnp.uint8)
+            pieces.buffer[at] = jnp.where(inside == slot_of(i) - begin_of(i), new, old).astype(jnp.uint8)
 
         rows.each_row(merge)
         pieces.write()
