@@ -18,7 +18,7 @@ LB: loop body
    0x4   :  {}
    0x5 LB: >> { %v4 = vadd.s32 %v2, %v2 }
    0x6   : >> { %p1 = scmp.ge.s32.totalorder %s4, 32 /* loop exit test */  ;;  %v5 = vmatpush.bf16.msra.mxu0 %v4 }
-   0x7   : >> { %p2 = scmp.ge.s32.totalorder %s5, 6 /* loop exit test */ }
+   0x7   : >> { %p2 = scmp.ge.s32.totalorder (%p1), %s5, 6 /* loop exit test */ }
    0x8 LE: > { %27 = sbr.rel (!%p2) target = $region1 }
    0x9   :  { %s6 = smov 1 }
    0xa LB: > { %v6 = vadd.s32 %v2, %v2 }
