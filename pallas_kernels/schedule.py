@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 _LINE = re.compile(r"^\s*(?:0x)?([0-9a-f]+)\s*([A-Z]{2})?\s*:\s*([> ]*)\{(.*)$")
-_EXIT = re.compile(r"scmp\.\w+(?:\.\w+)* (?:/\*.*?\*/)?%(\w+), (\d+) /\* loop exit test \*/")
+_EXIT = re.compile(r"scmp\.\w+(?:\.\w+)* (?:/\*.*?\*/)?(?:\(!?%\w+\), )?%(\w+), (\d+) /\* loop exit test \*/")
 _PHI = re.compile(r"%(\w+) = sphi %\w+, %(\w+)")
 _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 
