@@ -142,7 +142,7 @@ def head_sums(queries: Array, weights: Array, keys: Array, count: int, interpret
 
 def _kernel(packing: Packing, sizes, interpret, visible, limit, slot, table, after, q, w, codes, scales, out, *scratch):
     """Scores of `count` queries of a row for the keys of a span; see `scores` for the grid."""
-    rows, blocks, spans, count, span = sizes
+    rows, blocks, count, span = sizes
     code_buffer, scale_buffer, state, arrived = scratch
     part, row, block, step = (pl.program_id(i) for i in range(4))
     b = part * rows + row
@@ -265,8 +265,11 @@ def _score_tile(packing, count, interpret, table, tile, buffer, q, w, code_buffe
 def _pad(x: Array, axis: int, multiple: int, value=0) -> Array:
     """x with an axis padded to a multiple."""
     short = -x.shape[axis] % multiple
-    return x if short == 0 else jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)],
-                                        constant_values=value)
+    return (
+        x
+        if short == 0
+        else jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)], constant_values=value)
+    )
 
 
 def scores(queries: Array, weights: Array, keys: PagedKeys, visible: Array, *, interpret: bool) -> Array:
@@ -308,7 +311,7 @@ def scores(queries: Array, weights: Array, keys: PagedKeys, visible: Array, *, i
     smem = functools.partial(pl.BlockSpec, (1, 1, table.shape[2]), memory_space=pltpu.SMEM)
     per_query = lambda width: pl.BlockSpec((1, count * heads, width), at(own, lambda block, step: block, zero))  # noqa: E731
     out = pl.pallas_call(
-        functools.partial(_kernel, packing, (rows, blocks, spans, count, span), interpret),
+        functools.partial(_kernel, packing, (rows, blocks, count, span), interpret),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(parts, rows, blocks, spans),

@@ -1,8 +1,8 @@
 """Exact selection of the k best scores on a TPU, without a sort.
 
-A query's scores lie in VMEM as integers of the same order. The k-th best is found bit by bit, by counting; what is above
-it, and the first ones of those equal to it, are kept; sums over triangles and a matrix of zeros and ones, all on the
-matrix unit, turn the marks into a list of indices.
+A query's scores lie in VMEM as integers of the same order. The k-th best is found bit by bit, by counting. What is
+above it is marked, and the first ones of those equal to it; products with triangles, and with a matrix of zeros and
+ones, turn the marks of a chunk of scores into a piece of the list of indices.
 """
 
 import functools
@@ -45,12 +45,7 @@ def _total(x: Array) -> Array:
     return jnp.sum(jnp.sum(x, axis=0, keepdims=True), axis=1, keepdims=True)
 
 
-def _eight_rows(x: Array) -> Array:
-    """Sums [8, 128] of float32 [rows, 128], with rows a multiple of 8."""
-    return jnp.sum(x.reshape(-1, 8, LANES), axis=0)
-
-
-def _kernel(k, width, block, visible, x, within_row, before_row, out, ordered):
+def _kernel(k, block, visible, x, within_row, before_row, out, ordered, marks):
     chunk = before_row.shape[0]
     chunks = ordered.shape[0] // chunk
     seen = visible[pl.program_id(0)]
@@ -80,9 +75,10 @@ def _kernel(k, width, block, visible, x, within_row, before_row, out, ordered):
     # The k-th best score: the largest `bound` of which at least k scores are at or above.
     def count(above: Array) -> Array:
         def add(c, sums):
-            return sums + _eight_rows((ordered[rows(c)] >= above).astype(jnp.float32))
+            at_least = (ordered[rows(c)] >= above).astype(jnp.int32)
+            return sums + jnp.sum(at_least.reshape(-1, 16, LANES), axis=0)
 
-        return _total(jax.lax.fori_loop(0, end, add, jnp.zeros((8, LANES), jnp.float32)))
+        return _total(jax.lax.fori_loop(0, end, add, jnp.zeros((16, LANES), jnp.int32)).astype(jnp.float32))
 
     def step(i, bound):
         higher = bound + jnp.left_shift(1, 30 - i)
@@ -91,55 +87,77 @@ def _kernel(k, width, block, visible, x, within_row, before_row, out, ordered):
     zero = jnp.zeros((1, 1), jnp.int32)
     bound = jnp.where(count(zero) >= k, zero, _LOWEST)
     bound = jax.lax.fori_loop(0, jnp.where(wide, 31, 15), step, bound)
-    ties = jnp.where(bound > _NEVER, k - count(jnp.maximum(bound, _NEVER) + 1), 0.0)  # how many of them to keep
+    enough = bound > _NEVER
     bound = jnp.maximum(bound, _NEVER)
+    ties = jnp.max(jnp.where(enough, k - count(bound + 1), 0.0)).astype(jnp.int32)  # of those at it, how many to keep
 
-    # Column j of the result belongs to the j-th kept score. [incl <= j] marks the rows that lie wholly before it.
-    column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1).astype(jnp.float32)
     lane = jax.lax.broadcasted_iota(jnp.int32, (chunk, LANES), 1)
     row = jax.lax.broadcasted_iota(jnp.int32, (chunk, LANES), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
 
-    def ranks(marks: Array) -> tuple[Array, Array, Array]:
-        """Of marks bf16 [chunk, 128]: each one's rank within its row from 1, the row's count, that of rows before."""
-        both = jnp.dot(marks, within_row[...], preferred_element_type=jnp.float32)
+    def ranks(marked: Array) -> tuple[Array, Array, Array]:
+        """Of marks float32 [chunk, 128]: a mark's rank within its row from 1, its row's count, that of rows before."""
+        both = jnp.dot(marked.astype(jnp.bfloat16), within_row[...], preferred_element_type=jnp.float32)
         counts = both[:, LANES:]
         before = jnp.dot(before_row[...], counts.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
         return both[:, :LANES], counts, before
 
+    def after_first(x: Array) -> Array:
+        """Every row moved to the next one, the first becoming 0."""
+        return jnp.where(row == 0, 0.0, pltpu.roll(x, 1, 0))
+
     def contract(a: Array, b: Array) -> Array:
-        return jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.dot_general(
+            a.astype(jnp.bfloat16), b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    def mark(c, taken):
+        """Mark what is kept of a chunk; `taken` of the tied scores are in chunks before. Returns taken after it."""
+        u = ordered[rows(c)]
+        tied = jnp.where(u == bound, 1.0, 0.0)
+        here = jnp.sum(tied).astype(jnp.int32)
+        share = jnp.where(taken + here <= ties, 1.0, 0.0)
+        marks[...] = jnp.where(u > bound, 1.0, tied * share)
+
+        @pl.when((taken < ties) & (taken + here > ties))
+        def _():
+            rank, _, before = ranks(tied)
+            first = jnp.where(rank + before <= (ties - taken).astype(jnp.float32), tied, 0.0)
+            marks[...] = jnp.where(u > bound, 1.0, first)
+
+        return taken + here
 
     def compact(c, carry):
-        kept_before, tied_before, picked, totals = carry
-        u = ordered[rows(c)]
-        tied = u == bound
-        rank, counts, before = ranks(tied.astype(jnp.float32).astype(jnp.bfloat16))
-        keep = (u > bound) | (tied & (rank + before + tied_before <= ties))
-        tied_before = tied_before + (before + counts)[chunk - 1 :, :1]
-        marks = keep.astype(jnp.float32)
-        rank, counts, before = ranks(marks.astype(jnp.bfloat16))
-        rank = rank * marks
-        through = before + counts + kept_before
-        tiles = [jnp.where(through <= column[:, i : i + LANES], 1.0, 0.0) for i in range(0, width, LANES)]
-        wholly_before = jnp.concatenate(tiles, axis=1).astype(jnp.bfloat16)
-        # The row of column j is the one after those wholly before: it adds the rank of its own, and takes the last.
-        following = jnp.where(row == chunk - 1, 0.0, pltpu.roll(rank, chunk - 1, 0))
-        picked = picked + contract((following - rank).astype(jnp.bfloat16), wholly_before)
-        head = jnp.where(row[:16] == 0, rank[:16], 0.0).astype(jnp.bfloat16)
-        opened = jnp.broadcast_to(jnp.where(kept_before <= column, 1.0, 0.0), (16, width)).astype(jnp.bfloat16)
-        picked = picked + contract(head, opened)
-        sums = jnp.where(lane == 0, counts, 1.0)[:, :8].astype(jnp.bfloat16)
-        totals = totals + contract(sums, wholly_before)
-        return through[chunk - 1 :, :1], tied_before, picked, totals
+        """List what is marked of a chunk. Column j of the result belongs to the j-th mark of all."""
+        kept, taken = carry
+        taken = mark(c, taken)
+        marked = marks[...]
+        rank, counts, before = ranks(marked)
+        here = jnp.max((before + counts)[chunk - 8 :]).astype(jnp.int32)
+        # A column's row is the last one with no more marks before it than the column's place. Summed over the rows up
+        # to there, the steps of `rank` give that row's ranks, and the steps of `before` its marks before.
+        rank = rank * marked
+        steps = rank - after_first(rank)
+        totals = jnp.where(lane == 0, after_first(counts), 1.0)[:, :8]
 
-    none = jnp.zeros((1, 1), jnp.float32)
-    start = (none, none, jnp.zeros((LANES, width), jnp.float32), jnp.zeros((8, width), jnp.float32))
-    kept, _, picked, totals = jax.lax.fori_loop(0, end, compact, start)
-    wanted = column - totals[:1] + 1  # its rank within its row
-    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 0).astype(jnp.float32)
-    lane = jnp.sum(jnp.where(picked == wanted, lane, 0.0), axis=0, keepdims=True)
-    index = (totals[1:2] * LANES + lane).astype(jnp.int32)
-    out[0] = jnp.where(column < kept, index, -1)
+        def columns(tile, _):
+            place = (column + tile * LANES - kept).astype(jnp.float32)
+            up_to = jnp.where(before <= place, 1.0, 0.0).astype(jnp.bfloat16)
+            total = contract(totals, up_to)
+            number = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0).astype(jnp.float32)
+            found = contract(steps, up_to) == place - total[:1] + 1
+            at = jnp.sum(jnp.where(found, number, 0.0), axis=0, keepdims=True)
+            index = c * chunk * LANES + ((total[1:2] - 1) * LANES + at).astype(jnp.int32)
+            own = (place >= 0) & (place < here.astype(jnp.float32))
+            out[0, pl.ds(tile, 1)] = jnp.where(own, index, out[0, pl.ds(tile, 1)])
+            return 0
+
+        end = jax.lax.div(kept + here + LANES - 1, LANES)
+        jax.lax.fori_loop(jax.lax.div(kept, LANES), end, columns, 0)
+        return kept + here, taken
+
+    out[0] = jnp.full(out.shape[1:], -1, jnp.int32)
+    jax.lax.fori_loop(0, end, compact, (jnp.int32(0), jnp.int32(0)))
 
 
 def _indices(scores: Array, visible: Array, k: int, block: int | None, interpret: bool) -> Array:
@@ -155,7 +173,7 @@ def _indices(scores: Array, visible: Array, k: int, block: int | None, interpret
     within_row = np.concatenate([np.triu(np.ones((LANES, LANES))), np.ones((LANES, LANES))], axis=1)
     before_row = np.tril(np.ones((chunk, chunk)), -1)
     out = pl.pallas_call(
-        functools.partial(_kernel, k, width, block),
+        functools.partial(_kernel, k, block),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(b * t,),
@@ -164,10 +182,13 @@ def _indices(scores: Array, visible: Array, k: int, block: int | None, interpret
                 pl.BlockSpec(within_row.shape, lambda i, _: (0, 0)),
                 pl.BlockSpec(before_row.shape, lambda i, _: (0, 0)),
             ],
-            out_specs=pl.BlockSpec((1, 1, width), lambda i, _: (i, 0, 0)),
-            scratch_shapes=[pltpu.VMEM((chunks * chunk, LANES), jnp.int32)],
+            out_specs=pl.BlockSpec((1, width // LANES, LANES), lambda i, _: (i, 0, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((chunks * chunk, LANES), jnp.int32),
+                pltpu.VMEM((chunk, LANES), jnp.float32),
+            ],
         ),
-        out_shape=jax.ShapeDtypeStruct((b * t, 1, width), jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((b * t, width // LANES, LANES), jnp.int32),
         interpret=interpret,
         name="indexer_select",
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM_BYTES),
@@ -177,7 +198,7 @@ def _indices(scores: Array, visible: Array, k: int, block: int | None, interpret
         jnp.asarray(within_row, jnp.bfloat16),
         jnp.asarray(before_row, jnp.bfloat16),
     )
-    return out[:, 0, :k].reshape(b, t, k)
+    return out.reshape(b, t, width)[..., :k]
 
 
 def select(scores: Array, k: int, *, interpret: bool) -> Array:

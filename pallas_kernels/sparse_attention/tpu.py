@@ -123,8 +123,8 @@ def _kernel(dim: int, chosen: bool, step: int, span: int, layer_ref, *refs):
     q = q_ref[0, 0]
     near = window[...]
     if step:
-        first = pl.multiple_of(pl.program_id(1) // _BF16_ROWS * _BF16_ROWS, _BF16_ROWS)
-        near = window[pl.ds(first, span)]
+        tile = jax.lax.div(pl.program_id(1), _BF16_ROWS)
+        near = window[pl.ds(pl.multiple_of(tile * _BF16_ROWS, _BF16_ROWS), span)]
 
     def logits(keys: Array, visible: Array) -> Array:
         s = jax.lax.dot_general(q, keys, _NT, preferred_element_type=jnp.float32) * np.float32(dim**-0.5)
@@ -163,7 +163,14 @@ def _gather(entries: Entries, dim: int) -> tuple[Array, Array]:
     if not entries.padded:
         runs_over = lane[:, :, None] + entry_words(dim) > LANES
         rows = jnp.concatenate([rows, rows + runs_over], axis=2)
-    return entries.words.at[entries.slot, rows].get(mode="clip"), lane[:, :, None]
+    sources, height, _ = entries.words.shape
+    if height % 8 == 0 and sources * height < 2**31:
+        # One pool of rows: a view, since no tile of 8 rows belongs to two sources. XLA issues 3 gathers where it issues
+        # 2 by pairs of indices.
+        words = entries.words.reshape(-1, LANES).at[entries.slot * height + jnp.minimum(rows, height - 1)]
+    else:
+        words = entries.words.at[entries.slot, rows]
+    return words.get(mode="clip"), lane[:, :, None]
 
 
 def _few(
@@ -270,7 +277,7 @@ def attend(
     row, lane = (None, None) if entries is None else (entries.row, entries.lane)
     parts = (jnp.arange(segments), split(q), split(query_position, -1), split(row, -1), split(lane))
     chosen = 0 if entries is None else _round_up(row.shape[-1], _CHUNK) * (1 if entries.padded else 2)
-    together = query_tile(segments, temporary_bytes / (4 * LANES * b * _SEGMENT * max(chosen, 1)))
+    together = query_tile(segments, temporary_bytes / 2 / (4 * LANES * b * _SEGMENT * max(chosen, 1)))
 
     def some(parts) -> Array:
         """`together` segments of every sequence, as sequences of their own."""
