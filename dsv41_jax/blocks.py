@@ -146,7 +146,8 @@ def _connect(
     coefficients, norm = params[f"hc_{sublayer}"], params[f"{sublayer}_norm"]
     iterations, hc_eps, norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
     if numerics.kernels:
-        return hc.connect(x, update, pre, coefficients, norm["weight"], iterations, hc_eps, norm_eps, numerics)
+        norm = {"norm": norm["weight"]}
+        return hc.connect(x, update, pre, {**coefficients, **norm}, iterations, hc_eps, norm_eps, numerics)
     if update is not None:
         x = hc.expand(update[0], x, update[1], update[2], numerics)
     mixed = hc.HyperConnection(iterations, hc_eps, norm_eps).apply({"params": coefficients}, x)

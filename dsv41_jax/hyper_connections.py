@@ -88,8 +88,7 @@ def connect(
     x: Array,
     update: tuple[Array, Array, Array] | None,
     pre: Array,
-    coefficients: dict[str, Array],
-    norm: Array,
+    weights: dict[str, Array],
     iterations: int,
     hc_eps: float,
     norm_eps: float,
@@ -100,13 +99,13 @@ def connect(
 
     Args:
         x: [..., C, D]. update: output [..., D], post [..., C] and comb [..., C, C] of the sublayer before, or None.
-        pre: [..., C]. coefficients: {"fn", "base", "scale"}, stacked over layers if they have a "layer". norm: [D].
+        pre: [..., C]. weights: {"fn", "base", "scale", "norm"}, stacked over layers if there is a "layer" among them.
 
     Returns:
         streams, normed input of the next sublayer [..., D], and its pre, post and comb.
     """
     lead = x.shape[:-2]
-    stacked = dict(coefficients)
+    stacked = dict(weights)
     layer = stacked.pop("layer", None)
     if layer is None:
         stacked, layer = jax.tree.map(lambda w: w[None], stacked), 0
@@ -121,7 +120,7 @@ def connect(
         stacked["fn"],
         stacked["base"],
         stacked["scale"],
-        norm,
+        stacked["norm"],
         layer,
         iterations=iterations,
         hc_eps=hc_eps,

@@ -171,11 +171,11 @@ def attend_everything(q: Array, stored: rings.Ring, exists: Array, sink: Array, 
     Args:
         stored: keys [B, n, ...] as a ring stores them. exists: bool [B, n]. sink: float32 [H].
     """
-    position = jnp.where(exists, 0, -1)
+    n = exists.shape[1]
+    position = jnp.where(exists, jnp.arange(n), -1)
+    at = jnp.full(q.shape[:2], n - 1, jnp.int32)
     window = sparse_attention.WindowKeys(stored["codes"][None], stored["scales"][None], 0, position)
-    return sparse_attention.attend(
-        q, jnp.zeros(q.shape[:2], jnp.int32), window, None, sink, width=1, implementation=numerics.implementation
-    )
+    return sparse_attention.attend(q, at, window, None, sink, width=n, implementation=numerics.implementation)
 
 
 def key_store(numerics: Numerics) -> type[CachedBlock]:

@@ -34,7 +34,8 @@ def _with_layer(name: str, part: Any, index: Array | int) -> Any:
         return pick(part, index)
     if name == "experts":
         return {matrix: {**leaf, "layer": index} for matrix, leaf in part.items()}
-    if "scale" in part:  # FP8 matrices, and the coefficients of hyper-connections
+    # FP8 matrices, and what hyper-connections read with their coefficients.
+    if "scale" in part or name in ("attn_norm", "ffn_norm"):
         return {**part, "layer": index}
     return pick(part, index, kernels=True)
 
