@@ -27,7 +27,7 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
     code_buffer, scale_buffer, state, arrived = scratch
     fetched = code_buffer.shape[1]
     tile_rows = fetched * block // LANES
-    entry_bits = packing.entries.bit_length() - 1
+    block_bits = (packing.entries // block).bit_length() - 1  # of the blocks of a page
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     part, row = pl.program_id(0), pl.program_id(1)
     r = part * rows + row
@@ -35,14 +35,12 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
     def tiles_of(query):
         return jax.lax.div(held[query] + fetched - 1, fetched)
 
-    def page_and_place(row_table, row_pool, number):
-        """Of a pool's block: its page, and the place of its first entry there."""
-        entry = jnp.maximum(row_pool[0, 0, number], 0) * block
-        return row_table[0, 0, entry >> entry_bits], entry & (packing.entries - 1)
+    def page_of(row_table, row_pool, number):
+        return row_table[0, 0, row_pool[0, 0, number] >> block_bits]
 
     def start(row_table, row_pool, tile, buffer):
         def page_copies(i, _):
-            page, _ = page_and_place(row_table, row_pool, tile * fetched + i)
+            page = page_of(row_table, row_pool, tile * fetched + i)
             to = code_buffer.at[buffer, i, pl.ds(0, packing.page_rows)]
             pltpu.make_async_copy(codes.at[slot[0], page], to, arrived.at[0, buffer]).start()
             scale_row = pl.ds(page >> (packing.pages - 1), 1)
@@ -50,7 +48,7 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
             pltpu.make_async_copy(scales.at[slot[0], scale_row], to, arrived.at[1, buffer]).start()
             return 0
 
-        jax.lax.fori_loop(0, fetched, page_copies, 0, unroll=1 if interpret else 16)
+        jax.lax.fori_loop(0, fetched, page_copies, 0, unroll=1 if interpret else 8)
 
     def wait(buffer):  # for all copies of a tile: a semaphore counts bytes
         to = code_buffer.at[buffer, :, pl.ds(0, packing.page_rows)]
@@ -125,7 +123,8 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
         """Rotate a block's lanes to its place in a row, number `first` + i of a tile."""
         words, words_scales, shown = carry
         number = first + i
-        page, place = page_and_place(table, pool, tile * fetched + number)
+        entry = pool[0, 0, tile * fetched + number] * block
+        place = entry & (packing.entries - 1)
         own = lane >> (block.bit_length() - 1) == i
         target = i * block
 
@@ -138,13 +137,11 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
         else:  # even words are in the left half of a page's rows, odd ones in the right half
             halves = [rotate(fetched_words, place), rotate(fetched_words, place + LANES // 2)]
             moved = jnp.concatenate(halves, axis=0)
-            scale_place = place + (page & 1) * (LANES // 2)
+            scale_place = place + (page_of(table, pool, tile * fetched + number) & 1) * (LANES // 2)
         words = jnp.where(own, moved, words)
         words_scales = jnp.where(own, rotate(scale_buffer[buffer, pl.ds(number, 1)], scale_place), words_scales)
         # Lanes below this are visible entries.
-        block_number = pool[0, 0, tile * fetched + number]
-        last = jnp.where(block_number < 0, 0, visible[r] - block_number * block + target)
-        return words, words_scales, jnp.where(own, last, shown)
+        return words, words_scales, jnp.where(own, visible[r] - entry + target, shown)
 
     jax.lax.fori_loop(0, tiles, score, 0)
 
@@ -159,10 +156,12 @@ def candidate_scores(
     q, w = packing.queries(queries).reshape(b * t, queries.shape[2], -1), row_weights(weights.reshape(b * t, -1))
     n, blocks = keys.page_table.shape[1] * keys.entries, pool.shape[2]
     fetched = min(_FETCHED, _TILE * LANES // block, -(-blocks * block // (_GROUP * LANES)) * _GROUP * LANES // block)
-    pool = jnp.where(pool * block < n, pool, -1)
-    pool = pad_to(pool.reshape(b * t, blocks), 1, fetched, -1)
-    held = jnp.sum(pool >= 0, axis=1, dtype=jnp.int32)
-    table = jnp.clip(keys.page_table, 0, keys.codes.shape[1] - 1)[:, None]
+    held = jnp.sum((pool >= 0) & (pool < n // block), axis=2, dtype=jnp.int32).reshape(-1)
+    # No block is the one after the last: nobody sees it, and there is a page to fetch.
+    pool = jnp.where(pool < 0, n // block, jnp.minimum(pool, n // block))
+    pool = pad_to(pool.reshape(b * t, blocks), 1, fetched, n // block)
+    table = jnp.pad(jnp.clip(keys.page_table, 0, keys.codes.shape[1] - 1), ((0, 0), (0, 1)))[:, None]
+    visible = jnp.minimum(visible, n)
     out_rows = pool.shape[1] * block // LANES
     pool = pool[:, None]
 
