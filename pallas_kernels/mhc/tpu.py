@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 _TILE = 64  # tokens, at most
 _ROWS = 16  # tokens of a loop step: a register of bf16
+_UNROLL = 4
 _VMEM_BYTES = 48 * 2**20
 
 
@@ -142,22 +143,35 @@ def _each_rows(tile: int, body: Any) -> None:
 
 
 def _each_columns(d: int, body: Any, carry: Any) -> Any:
-    """`body(columns, carry)` for slices of d channels: 256 or 128 at a time, or all of an odd number."""
-    width = next((w for w in (256, 128) if d % w == 0), d)
+    """`body(columns, carry)` for slices of d channels: 128 at a time, or all of an odd number."""
+    width = _width(d)
+    if d == width:
+        return body(slice(None), carry)
 
     def step(i, carry):
-        return body(pl.ds(pl.multiple_of(i * width, width), width), carry)
+        for k in range(_UNROLL):
+            carry = body(pl.ds(pl.multiple_of((i * _UNROLL + k) * width, width), width), carry)
+        return carry
 
-    if width == d:
-        return body(slice(None), carry)
-    return jax.lax.fori_loop(0, d // width, step, carry)
+    carry = jax.lax.fori_loop(0, d // width // _UNROLL, step, carry)
+    for i in range(d // width // _UNROLL * _UNROLL, d // width):
+        carry = body(slice(i * width, (i + 1) * width), carry)
+    return carry
+
+
+def _width(d: int) -> int:
+    return d if d % LANES else LANES
+
+
+def _spread(mix: Array, first: int, count: int, d: int) -> list[Array]:
+    """Columns of mix [tokens, .], each over the lanes that a loop step works on: once, not in every step."""
+    return [jnp.broadcast_to(mix[:, i : i + 1], (mix.shape[0], _width(d))) for i in range(first, first + count)]
 
 
 def _expand_rows(x: Any, u: Any, new: Any, rows: Any, mix: Array, first: int) -> None:
     """Write the streams of some tokens after the update; post and comb are columns of mix from `first` on."""
-    c = x.shape[0]
-    post = [mix[:, first + k : first + k + 1] for k in range(c)]
-    comb = [[mix[:, i : i + 1] for i in range(first + (1 + j) * c, first + (2 + j) * c)] for j in range(c)]
+    c, _, d = x.shape
+    post, comb = _spread(mix, first, c, d), _spread(mix, first + c, c * c, d)
 
     def write(columns, carry):
         added = u[rows, columns].astype(jnp.float32)
@@ -165,18 +179,11 @@ def _expand_rows(x: Any, u: Any, new: Any, rows: Any, mix: Array, first: int) ->
         for k in range(c):
             total = post[k] * added
             for j in range(c):
-                total = total + comb[j][k] * old[j]
+                total = total + comb[j * c + k] * old[j]
             new[k, rows, columns] = total.astype(jnp.bfloat16)
         return carry
 
-    _each_columns(x.shape[2], write, 0)
-
-
-def _lane_sums(x: Array) -> Array:
-    """[rows, width] -> [rows, 128] (or all of an odd width): columns of lanes added up."""
-    if x.shape[1] % LANES:
-        return x
-    return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))
+    _each_columns(d, write, 0)
 
 
 def _connect_kernel(iterations, hc_eps, norm_eps, group, layer, base, scale, x, mix, fn, norm, *refs):
@@ -198,30 +205,26 @@ def _connect_kernel(iterations, hc_eps, norm_eps, group, layer, base, scale, x, 
         here = mix[rows]
         if new:
             _expand_rows(x, u, streams, rows, here, c)
-        lanes = LANES if d % LANES == 0 else d
+        pre = _spread(here, 0, c, d)
 
         def collapse(columns, carry):
             square, read_square = carry
-            total = None
-            for k in range(c):
-                stream = streams[k, rows, columns].astype(jnp.float32)
-                square = square + _lane_sums(stream * stream)
-                total = here[:, k : k + 1] * stream if k == 0 else total + here[:, k : k + 1] * stream
+            old = [streams[k, rows, columns].astype(jnp.float32) for k in range(c)]
+            square = square + sum(stream * stream for stream in old)
+            total = sum(weight * stream for weight, stream in zip(pre, old, strict=True))
             y[rows, columns] = total.astype(jnp.bfloat16)
             total = y[rows, columns].astype(jnp.float32)
-            return square, read_square + _lane_sums(total * total)
+            return square, read_square + total * total
 
-        zero = jnp.zeros((_ROWS, lanes), jnp.float32)
+        zero = jnp.zeros((_ROWS, _width(d)), jnp.float32)
         square, read_square = _each_columns(d, collapse, (zero, zero))
         squares[rows] = jnp.broadcast_to(jnp.sum(square, axis=1, keepdims=True), (_ROWS, LANES))
         factor = jax.lax.rsqrt(jnp.sum(read_square, axis=1, keepdims=True) / d + jnp.float32(norm_eps))
 
-        def normalise(columns, carry):
-            total = y[rows, columns].astype(jnp.float32)
-            y[rows, columns] = (total * factor * weight[:, columns]).astype(jnp.bfloat16)
-            return carry
-
-        _each_columns(d, normalise, 0)
+        width = next((w for w in (512, 256, 128) if d % w == 0), d)
+        for i in range(0, d, width):
+            columns = slice(i, i + width)
+            y[rows, columns] = (y[rows, columns].astype(jnp.float32) * factor * weight[:, columns]).astype(y.dtype)
 
     _each_rows(tile, read)
 
