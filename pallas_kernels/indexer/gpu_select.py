@@ -36,20 +36,20 @@ def _order(scores, row: Array, place: Array) -> tuple[Array, Array]:
     return jnp.where(inside, order, _LEAST), bits & 0xFFFF
 
 
-def _count_kernel(digit: int, tile: int, scores, prefix, open_, counts, fine):
-    """Counts at or above the 15 thresholds of a digit; column 0: whether a score is no bf16."""
+def _count_kernel(tile: int, scores, shift, prefix, is_open, counts, fine):
+    """Counts at or above the 15 thresholds of a digit, two in a word: of 1 .. 8 low and of 9 .. 15 high."""
     block, row = pl.program_id(0), pl.program_id(1)
-    shift = 4 * (_DIGITS - 1 - digit)
 
-    @pl.when(plt.load(open_.at[row]) > 0)
+    @pl.when(plt.load(is_open.at[row]) > 0)
     def _():
         order, extra = _order(scores, row, block * tile + jnp.arange(tile))
-        known = plt.load(prefix.at[row])
-        for j in range(1, 16):
-            threshold = known + jnp.int32(np.uint32(j << shift).astype(np.int32))
-            plt.store(counts.at[row, block, j], jnp.sum((order >= threshold).astype(jnp.int32)))
-        if digit == 0:
-            plt.store(fine.at[row, block], jnp.max(extra))
+        known, at = plt.load(prefix.at[row]), shift[0]
+        for j in range(8):
+            both = (order >= known + (jnp.int32(j + 1) << at)).astype(jnp.int32)
+            if j < 7:
+                both += (order >= known + (jnp.int32(j + 9) << at)).astype(jnp.int32) << 16
+            counts[row, block, j] = jnp.sum(both)
+        plt.store(fine.at[row, block], jnp.max(extra))
 
 
 def _tally_kernel(tile: int, scores, threshold, above, equal):
@@ -69,7 +69,8 @@ def _keep_kernel(tile: int, k: int, scores, threshold, ties, first, first_tie, t
     rank = jnp.cumsum(tie.astype(jnp.int32)) + plt.load(first_tie.at[row, block])
     keep = (order > least) | (tie & (rank <= plt.load(ties.at[row])))
     target = plt.load(first.at[row, block]) + jnp.cumsum(keep.astype(jnp.int32)) - 1
-    plt.store(out.at[row, jnp.where(keep, target, 0)], place, mask=keep)
+    # A masked store of the interpreter rewrites what is there: places that keep nothing point behind the row.
+    plt.store(out.at[row, jnp.where(keep, target, k)], place, mask=keep)
 
     @pl.when(block == 0)
     def _():
@@ -82,28 +83,31 @@ def _threshold(scores: Array, k: int, tile: int, interpret: bool) -> Array:
     """int32 [rows]: the order of the k-th best score, or that of -inf where there are fewer than k."""
     rows, n = scores.shape
     blocks = pl.cdiv(n, tile)
-    prefix, is_open = jnp.full((rows,), _LEAST), jnp.ones((rows,), jnp.int32)
-    for digit in range(_DIGITS):
-        counts, fine = pl.pallas_call(
-            functools.partial(_count_kernel, digit, tile),
-            grid=(blocks, rows),
-            out_shape=[
-                jax.ShapeDtypeStruct((rows, blocks, 16), jnp.int32),
-                jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
-            ],
-            compiler_params=_PARAMS,
-            interpret=interpret,
-            name=f"select_count_{digit}",
-        )(scores, prefix, is_open)
-        value = jnp.sum(jnp.sum(counts[..., 1:], axis=1) >= k, axis=-1, dtype=jnp.int32)
-        if digit >= _SHARP:  # a closed row: the low bits of a bf16 are 0, and the order of a negative one is inverted
-            value = jnp.where(is_open > 0, value, jnp.where(prefix < 0, 15, 0))
-        if digit == 0:
-            extra = jnp.max(fine, axis=1)
-        prefix += value << 4 * (_DIGITS - 1 - digit)
-        if digit + 1 >= _SHARP:
-            is_open = extra
-    return jnp.maximum(prefix, _NEVER)
+    count = pl.pallas_call(
+        functools.partial(_count_kernel, tile),
+        grid=(blocks, rows),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, blocks, 8), jnp.int32),
+            jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
+        ],
+        compiler_params=_PARAMS,
+        interpret=interpret,
+        name="select_count",
+    )
+
+    def find_digit(digit: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        prefix, extra = carry
+        shift = 4 * (_DIGITS - 1 - digit)
+        is_open = jnp.where(digit < _SHARP, 1, extra)
+        counts, fine = count(scores, shift.reshape(1), prefix, is_open)
+        counts = jnp.stack([counts & 0xFFFF, counts >> 16], axis=-2).reshape(rows, blocks, 16)[..., :15]
+        value = jnp.sum(jnp.sum(counts, axis=1) >= k, axis=-1, dtype=jnp.int32)
+        # In a closed row the low bits of a bf16 are 0, and the order of a negative number is inverted.
+        value = jnp.where(is_open > 0, value, jnp.where(prefix < 0, 15, 0))
+        return prefix + (value << shift), jnp.where(digit == 0, jnp.max(fine, axis=1), extra)
+
+    start = jnp.full((rows,), _LEAST), jnp.zeros((rows,), jnp.int32)
+    return jnp.maximum(jax.lax.fori_loop(0, _DIGITS, find_digit, start)[0], _NEVER)
 
 
 def select(scores: Array, k: int, *, interpret: bool = False) -> Array:
