@@ -76,8 +76,8 @@ def _main_entries(sizes: Sizes, batch: int, n: int) -> Workload:
 
     flips = _flips(batch * n * sizes.head_dim)
     size = batch * n * (4 * sizes.head_dim + 4 * layout.main_words)
-    again = lambda a, out: {**a, "words": out[0]}  # noqa: E731
-    return Workload(f"main_entries B={batch} n={n}", "kv_write", make, call, size, 0, _LATENT, flips, again=again)
+    updates = {"words": 0}
+    return Workload(f"main_entries B={batch} n={n}", "kv_write", make, call, size, 0, _LATENT, flips, updates=updates)
 
 
 def _index_entries(sizes: Sizes, batch: int, n: int) -> Workload:
@@ -108,8 +108,8 @@ def _index_entries(sizes: Sizes, batch: int, n: int) -> Workload:
 
     flips = _flips(batch * n * sizes.index_dim)
     size = batch * n * (2 * sizes.index_dim + sizes.index_dim // 2 + 4)
-    again = lambda a, out: {**a, "codes": out[0], "scales": out[1]}  # noqa: E731
-    return Workload(f"index_entries B={batch} n={n}", "kv_write", make, call, size, 0, _LATENT, flips, again=again)
+    updates = {"codes": 0, "scales": 1}
+    return Workload(f"index_entries B={batch} n={n}", "kv_write", make, call, size, 0, _LATENT, flips, updates=updates)
 
 
 def _window_rows(sizes: Sizes, batch: int, t: int) -> Workload:
@@ -138,5 +138,5 @@ def _window_rows(sizes: Sizes, batch: int, t: int) -> Workload:
     stored = sizes.head_dim + sizes.head_dim // quant.BLOCK
     flips = _flips(2 * batch * t * sizes.head_dim)
     size = batch * (2 * t * sizes.head_dim + (t + min(t, sizes.window)) * stored)
-    again = lambda a, out: {**a, "codes": out[0], "scales": out[1]}  # noqa: E731
-    return Workload(f"window_rows B={batch} t={t}", "kv_write", make, call, size, 0, _LATENT, flips, again=again)
+    updates = {"codes": 0, "scales": 1}
+    return Workload(f"window_rows B={batch} t={t}", "kv_write", make, call, size, 0, _LATENT, flips, updates=updates)

@@ -42,8 +42,7 @@ class Workload:
         flips: integers that may differ, where a float32 sum in another order can decide a rounding.
         part: arguments -> those of the first rows, where the reference needs too much memory for all; its result is
             compared with the first rows of each array of the result.
-        again: (arguments, result) -> arguments of the next call, where a call updates its arguments in place; then the
-            arguments are donated.
+        updates: names of arguments that a call updates in place, and the number of the result that each becomes.
         large: takes gigabytes.
     """
 
@@ -56,8 +55,23 @@ class Workload:
     tolerance: tuple[float, float] = (0.0, 0.0)
     flips: int = 0
     part: Callable[[Any], Any] | None = None
-    again: Callable[[Any, Any], Any] | None = None
+    updates: dict[str, int] = dataclasses.field(default_factory=dict)
     large: bool = False
+
+    def jitted(self, implementation: str) -> Callable[[Any], Any]:
+        """`call`, compiled; what it updates is donated."""
+        inner = jax.jit(lambda old, rest: self.call({**rest, **old} if old else rest, implementation), donate_argnums=0)
+
+        def run(arguments: Any) -> Any:
+            old = {name: arguments[name] for name in self.updates}
+            rest = {name: x for name, x in arguments.items() if name not in old} if old else arguments
+            return inner(old, rest)
+
+        return run
+
+    def again(self, arguments: Any, result: Any) -> Any:
+        """Arguments of the next call."""
+        return {**arguments, **{name: result[i] for name, i in self.updates.items()}} if self.updates else arguments
 
     def compare(self, got: Any, want: Any) -> Comparison:
         """A result against the reference's of the same arguments, or of `part` of them."""

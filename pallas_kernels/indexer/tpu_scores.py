@@ -117,7 +117,7 @@ def _bf16_bits(words: Array, fields: Array, k: int) -> Array:
     return sign | (_shift_left(fields, 6 - 4 * k) & 0x03C003C0)
 
 
-def _round(x: Array, interpret: bool) -> Array:
+def round_bf16(x: Array, interpret: bool) -> Array:
     """float32 rounded to bf16. XLA, which runs what is interpreted, may drop a pair of conversions."""
     if interpret:
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -131,9 +131,9 @@ def head_sums(queries: Array, weights: Array, keys: Array, count: int, interpret
         queries: bf16 [count * heads, C], heads a multiple of 8. weights: float32 [count * heads, 128], equal lanes.
         keys: bf16 [C, L], L a multiple of 128.
     """
-    e = _round(jnp.dot(queries, keys, preferred_element_type=jnp.float32), interpret)
+    e = round_bf16(jnp.dot(queries, keys, preferred_element_type=jnp.float32), interpret)
     wide = jnp.concatenate([weights] * (keys.shape[1] // LANES), axis=1)
-    e = _round(jnp.maximum(e, 0.0) * wide, interpret)
+    e = round_bf16(jnp.maximum(e, 0.0) * wide, interpret)
     heads = e.shape[0] // count
     return jnp.concatenate(
         [jnp.sum(e[i * heads : (i + 1) * heads], axis=0, keepdims=True) for i in range(count)], axis=0
@@ -209,7 +209,7 @@ def _kernel(packing: Packing, sizes, interpret, visible, limit, slot, table, aft
 
     def hide(i, _):
         seen = visible[(b * blocks + block) * count + i]
-        out[0, i] = jnp.where(key < seen, _round(out[0, i], interpret), -jnp.inf)
+        out[0, i] = jnp.where(key < seen, round_bf16(out[0, i], interpret), -jnp.inf)
         return 0
 
     jax.lax.fori_loop(0, count, hide, 0)
@@ -262,7 +262,7 @@ def _score_tile(packing, count, interpret, table, tile, buffer, q, w, code_buffe
     jax.lax.fori_loop(0, _TILE // _GROUP, group, 0, unroll=unroll)
 
 
-def _pad(x: Array, axis: int, multiple: int, value=0) -> Array:
+def pad_to(x: Array, axis: int, multiple: int, value=0) -> Array:
     """x with an axis padded to a multiple."""
     short = -x.shape[axis] % multiple
     return (
@@ -270,6 +270,11 @@ def _pad(x: Array, axis: int, multiple: int, value=0) -> Array:
         if short == 0
         else jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)], constant_values=value)
     )
+
+
+def row_weights(weights: Array) -> Array:
+    """Head weights [B, rows] -> float32 [B, rows, 128], equal lanes."""
+    return jnp.broadcast_to(weights.astype(jnp.float32)[..., None], (*weights.shape, LANES))
 
 
 def scores(queries: Array, weights: Array, keys: PagedKeys, visible: Array, *, interpret: bool) -> Array:
@@ -281,19 +286,19 @@ def scores(queries: Array, weights: Array, keys: PagedKeys, visible: Array, *, i
     b, t, heads, dim = queries.shape
     packing = Packing(dim, keys.entries)
     count = t if t <= _TOGETHER else min(_QUERIES, -(-t // _TOGETHER) * _TOGETHER)
-    queries, weights = (_pad(_pad(x, 1, count), 2, 8) for x in (queries, weights))
-    visible = _pad(jnp.clip(visible, 0, keys.page_table.shape[1] * keys.entries), 1, count)
+    queries, weights = (pad_to(pad_to(x, 1, count), 2, 8) for x in (queries, weights))
+    visible = pad_to(jnp.clip(visible, 0, keys.page_table.shape[1] * keys.entries), 1, count)
     padded, heads = queries.shape[1:3]
     blocks = padded // count
     n = keys.page_table.shape[1] * keys.entries
     tiles = -(-n // (_TILE * LANES))
     span = _TILE * min(tiles, _SPAN // _TILE)
     table = jnp.clip(keys.page_table, 0, keys.codes.shape[1] - 1)
-    table = _pad(table, 1, span * packing.pages)[:, None]
+    table = pad_to(table, 1, span * packing.pages)[:, None]
     spans = table.shape[2] // (span * packing.pages)
 
     q = packing.queries(queries).reshape(b, padded * heads, -1)
-    w = jnp.broadcast_to(weights.astype(jnp.float32).reshape(b, padded * heads, 1), (b, padded * heads, LANES))
+    w = row_weights(weights.reshape(b, padded * heads))
     parts = 2 if b % 2 == 0 else 1
     rows = b // parts
     last = b - 1

@@ -1,0 +1,128 @@
+"""A tile's rows times packed FP4 weights, inside a TPU kernel.
+
+One AND (or five operations for the other half) turns a word of weights into four float8_e5m2, which the matrix unit
+takes as they are beside a bf16 left operand. Scales differ by 32 values of K and by column. For few rows they multiply
+sums, not weights: the left operand of 128 values of K is block diagonal, so that the four blocks' sums come out apart.
+For many rows, where the matrix unit has no rows to spare, the weights are widened to bf16 and multiplied.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.moe.pack import E5M2_UNIT, LANES
+
+_FEW_ROWS = 16
+_BLOCKS = 4  # of 32 values of K, in 128
+_WORDS = 16  # rows of words that hold 128 values of K
+_TILES_AT_ONCE = 60  # of 128 x 128 weights in a loop's body: enough to hide what starts and ends a matmul
+
+
+def scratch(height: int, k: int, columns: int) -> list:
+    """What `multiply` needs: the left operand, and scales as float32."""
+    depth = k // LANES
+    rows = _BLOCKS * height if height <= _FEW_ROWS else height
+    return [
+        pltpu.VMEM((depth, rows, LANES), jnp.bfloat16),
+        pltpu.VMEM((columns // LANES, _BLOCKS * depth, LANES), jnp.float32),
+    ]
+
+
+def multiply(x, matrices: list, sums: list, lhs, factors) -> None:
+    """sums[i] float32 [M, columns] = x bf16 [1, M, K] times matrices[i], a pair of references to words and scales
+    [1, 1, K/8 and K/128, columns]."""
+    height, depth = x.shape[1], x.shape[2] // LANES
+    few = lhs.shape[1] > height
+    _spread_rows(x, lhs)
+    columns = sums[0].shape[1] // LANES
+    together = max(c for c in (1, 2, 3, 4, 5) if columns % c == 0)
+    unroll = max(u for u in range(1, depth + 1) if depth % u == 0 and u * together <= max(_TILES_AT_ONCE, together))
+    for (words, scales), total in zip(matrices, sums, strict=True):
+        _factors(scales, factors)
+        add = functools.partial(_few if few else _many, words, lhs, factors, together=together)
+
+        def group(g, _, add=add, total=total):
+            def step(i, acc):
+                for u in range(unroll):
+                    acc = add(g, i * unroll + u, acc)
+                return acc
+
+            zeros = (jnp.zeros((height, LANES), jnp.float32),) * together
+            acc = jax.lax.fori_loop(0, depth // unroll, step, zeros)
+            start = pl.multiple_of(g * (together * LANES), LANES)
+            total[:, pl.ds(start, together * LANES)] = jnp.concatenate(acc, axis=1)
+            return 0
+
+        jax.lax.fori_loop(0, columns // together, group, 0)
+
+
+def _spread_rows(x, lhs) -> None:
+    """lhs[t] = columns 128 t .. of x, times 2^14; for few rows block diagonal: rows j * M + m hold block j of row m."""
+    height = x.shape[1]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (height, LANES), 1)
+    for t in range(lhs.shape[0]):
+        part = x[0, :, t * LANES : (t + 1) * LANES].astype(jnp.float32) * E5M2_UNIT
+        if lhs.shape[1] > height:
+            part = jnp.concatenate([jnp.where(lane >> 5 == j, part, 0.0) for j in range(_BLOCKS)])
+        lhs[t] = part.astype(jnp.bfloat16)
+
+
+def _factors(scales, factors) -> None:
+    """factors[c, j * depth + t] = scales of block j of the 128 values of K from 128 t on, columns 128 c on."""
+    depth = scales.shape[2]
+    for c in range(factors.shape[0]):
+        words = scales[0, 0, :, c * LANES : (c + 1) * LANES]
+        for j in range(_BLOCKS):
+            bits = words << (23 - 8 * j) if j < 3 else jax.lax.shift_right_logical(words, np.int32(1))
+            factors[c, j * depth : (j + 1) * depth] = pltpu.bitcast(bits & 0x7F800000, jnp.float32)
+
+
+def _four(byte: int) -> np.int32:
+    return np.uint32(byte * 0x01010101).view(np.int32)
+
+
+def _halves(words, g: Array, t: Array, together: int) -> list[Array]:
+    """The two halves of 128 values of K: float8_e5m2 [64, together * 128] each, times 2^-14."""
+    here = pl.ds(pl.multiple_of(t * _WORDS, _WORDS), _WORDS), pl.ds(g * (together * LANES), together * LANES)
+    word = words[0, 0, *here]
+    low = word & _four(0x8E)
+    high = (jax.lax.shift_right_logical(word, np.int32(3)) & _four(0x0E)) | ((word << 7) & _four(0x80))
+    return [pltpu.bitcast(half, jnp.float8_e5m2) for half in (low, high)]
+
+
+def _few(words, lhs, factors, g: Array, t: Array, acc: tuple, *, together: int) -> tuple:
+    """acc + the products of 128 values of K, by sums of each block."""
+    height, depth = lhs.shape[1] // _BLOCKS, lhs.shape[0]
+    weights = jnp.concatenate(_halves(words, g, t, together))
+    parts = jax.lax.dot_general(
+        lhs[t], weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    out = []
+    for c, total in enumerate(acc):
+        part = parts[:, c * LANES : (c + 1) * LANES]
+        scaled = [
+            part[j * height : (j + 1) * height] * factors[g * together + c, pl.ds(j * depth + t, 1), :]
+            for j in range(_BLOCKS)
+        ]
+        out.append(total + ((scaled[0] + scaled[1]) + (scaled[2] + scaled[3])))
+    return tuple(out)
+
+
+def _many(words, lhs, factors, g: Array, t: Array, acc: tuple, *, together: int) -> tuple:
+    """acc + the products of 128 values of K, by widened weights."""
+    depth = lhs.shape[0]
+    halves = _halves(words, g, t, together)
+    out = []
+    for c, total in enumerate(acc):
+        here = slice(c * LANES, (c + 1) * LANES)
+        wide = []
+        for j in range(_BLOCKS):
+            part = halves[j // 2][j % 2 * 32 : j % 2 * 32 + 32, here].astype(jnp.float32)
+            wide.append((part * factors[g * together + c, pl.ds(j * depth + t, 1), :]).astype(jnp.bfloat16))
+        out.append(total + jnp.dot(lhs[t], jnp.concatenate(wide), preferred_element_type=jnp.float32))
+    return tuple(out)
