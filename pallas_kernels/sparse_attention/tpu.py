@@ -58,14 +58,15 @@ def _window_blocks(dim: int) -> np.ndarray:
 
 def _half_e4m3(bits: Array) -> Array:
     """float32 of half an E4M3 number without sign, int32 bits 0..127. Finite, whatever the bits."""
-    normal = pltpu.bitcast((bits << 20) + (119 << 23), jnp.float32)
+    normal = jax.lax.bitcast_convert_type((bits << 20) + (119 << 23), jnp.float32)
     return jnp.minimum(normal, normal + normal - 2.0**-7)  # the second is smaller below 2^-7, and right there
 
 
 def _double_e2m1(code: Array) -> Array:
     """float32 of twice an E2M1 number, int32 bits 0..3; the others are ignored."""
     magnitude = _shift_right(jnp.full_like(code, _DOUBLE_MAGNITUDES), (code & 7) << 2) & 15
-    return pltpu.bitcast(pltpu.bitcast(magnitude.astype(jnp.float32), jnp.int32) | ((code & 8) << 28), jnp.float32)
+    signed = jax.lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32) | ((code & 8) << 28)
+    return jax.lax.bitcast_convert_type(signed, jnp.float32)
 
 
 def _unpack_entries(rows: list[Array], place: Array, patterns: Array, dim: int) -> Array:
@@ -101,7 +102,7 @@ def _unpack_entries(rows: list[Array], place: Array, patterns: Array, dim: int) 
 
 def _unpack_window(codes: Array, scales: Array, blocks: Array) -> Array:
     """bf16 values [R, d] of E4M3 bits uint8 [R, d] and UE8M0 scales uint8 [d/32, R]; `blocks` of `_window_blocks`."""
-    scales = pltpu.bitcast(scales.astype(jnp.int32) << 23, jnp.float32).astype(jnp.bfloat16)
+    scales = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32).astype(jnp.bfloat16)
     scales = jax.lax.dot_general(scales, blocks, _TN, preferred_element_type=jnp.float32)
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return (codes * scales[:, : codes.shape[1]]).astype(jnp.bfloat16)
