@@ -40,7 +40,7 @@ def rows(rng: np.random.Generator, b: int, n: int, d: int, rope_dim: int) -> tup
     raw = np.where(kind == 0, np.sign(integers - 0.5) * 4, np.where(kind == 1, integers, 0 * integers))
     raw = raw * 2.0 ** rng.integers(-20, 20, (b, n, 1))
     far = rng.choice([0, 0, 0, -118, -60, 9, 110], d // 32).repeat(32)  # zeros, saturation, the smallest scales
-    norm = rng.integers(1, 33, d) / 4 * 2.0 ** (rng.integers(-1, 2, d // 32).repeat(32) + far)
+    norm = rng.choice([-1, 1], d) * rng.integers(1, 33, d) / 4 * 2.0 ** (rng.integers(-1, 2, d // 32).repeat(32) + far)
     turn = rng.uniform(0, 6, (b, n, rope_dim // 2))
     angles = [jnp.asarray(f(turn), jnp.bfloat16).astype(jnp.float32) for f in (np.cos, np.sin)]
     return jnp.asarray(raw, jnp.bfloat16), jnp.asarray(norm, jnp.bfloat16), *angles
@@ -48,9 +48,9 @@ def rows(rng: np.random.Generator, b: int, n: int, d: int, rope_dim: int) -> tup
 
 def places(rng: np.random.Generator, b: int, n: int, entries: int) -> tuple:
     """page, place, keep and how many pages: consecutive entries of each row, often up to the end of a page."""
-    per_row = n // entries + 3
+    per_row = n // entries + 2
     table = rng.permutation(b * per_row).reshape(b, per_row)
-    first = rng.choice([0, entries - 1, entries - n % entries, int(rng.integers(0, 2 * entries))], b)
+    first = rng.choice([0, entries - 1, entries - n % entries, int(rng.integers(0, entries))], b)
     entry = first[:, None] + np.arange(n)
     page = np.take_along_axis(table, entry // entries, axis=1)
     keep = rng.random((b, n)) < rng.choice([0.0, 0.7, 1.0], (b, 1))

@@ -45,10 +45,7 @@ class _Form:
         return max(16, gpu_codes.power_of_two(self.heads))
 
     def rounded(self, x: Array) -> Array:
-        """float32 x rounded to bf16. XLA drops a pair of conversions, Triton has no reduce_precision."""
-        if self.interpret:
-            return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        return x.astype(jnp.bfloat16).astype(jnp.float32)
+        return gpu_codes.rounded(x, self.interpret)
 
 
 def _load_queries(form: _Form, queries, weights, b: Array, i: Array) -> tuple[list[Array], Array]:

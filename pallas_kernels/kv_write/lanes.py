@@ -132,9 +132,9 @@ def _e4m3_value(bits: Array) -> Array:
 
 def q4_main(column: Array) -> tuple[Array, Array]:
     """E2M1 codes, and the E4M3 bits of the scale of each element's block of 16; see `quant.q4_main`."""
-    # A sixth of a bf16 number that is no tie between two scales is further than 2^-12 from one: 16 bits tell them.
-    sixth = _keep_mantissa(_amax(column, 16, 6.0 * 2.0**-9) * jnp.float32(1.0 / 6.0), 16)
-    scale = _e4m3(sixth)
+    # The product with a rounded sixth is the tie itself where a sixth is a tie between two scales (five bits), and any
+    # other sixth of a bf16 number is further than 2^-12 from one.
+    scale = _e4m3(_amax(column, 16, 6.0 * 2.0**-9) * jnp.float32(1.0 / 6.0))
     return _e2m1(column, _e4m3_value(scale)), scale
 
 

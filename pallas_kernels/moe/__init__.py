@@ -5,7 +5,7 @@
 
 Storages of a matrix stacked over layers, logically [L, E, N, K]:
 
-    fp4    {"words" int32 [L, E, Kp/8, Np], "scales" int32 [L, E, Kp/128, Np]}         see `pack`
+    fp4    {"words" int32 [L, E, Kp/8, Np], "scales" int32 [L, E, rows, Np]}           see `pack`
            {"weight" uint8 [L, E, N, K/2], "scale" [L, E, N, K/32]}                    as released; reference only
     fp8    {"weight" float8_e4m3fn [L, E, N, K], "scale" float8_e8m0fnu [L, E, N, 1]}
     bf16   {"weight" bfloat16 [L, E, N, K]}
@@ -16,7 +16,7 @@ from jax import Array
 
 from pallas_kernels.implementation import KernelError, resolve
 from pallas_kernels.moe import reference
-from pallas_kernels.moe.pack import as_bf16, as_fp8, pack, padded, unpack
+from pallas_kernels.moe.pack import as_bf16, as_fp8, pack, padded, scale_rows, unpack
 
 __all__ = ["as_bf16", "as_fp8", "experts", "pack", "storage", "unpack"]
 
@@ -50,7 +50,7 @@ def storage(leaf: dict[str, Array], name: str = "leaf") -> str:
 
 def _check_leaf(name: str, leaf: dict[str, Array], kind: str, layers: int, n_experts: int, n: int, k: int) -> None:
     shapes = {
-        "fp4": {"words": (padded(k) // 8, padded(n)), "scales": (padded(k) // 128, padded(n))},
+        "fp4": {"words": (padded(k) // 8, padded(n)), "scales": (scale_rows(k), padded(n))},
         "fp4_released": {"weight": (n, k // 2), "scale": (n, k // 32)},
         "fp8": {"weight": (n, k), "scale": (n, 1)},
         "bf16": {"weight": (n, k)},

@@ -32,7 +32,7 @@ def group_rows(chosen: Array, n_experts: int, height: int) -> Groups:
     n, k = chosen.shape
     flat = chosen.reshape(-1)
     rows = n * k
-    tiles = rows // height + min(n_experts, rows)
+    tiles = (rows + min(n_experts, rows) * (height - 1)) // height  # every expert with rows wastes at most height - 1
     count = jnp.zeros(n_experts, jnp.int32).at[flat].add(1)
     last_tile = jnp.cumsum(-(-count // height))
     first_tile = last_tile - -(-count // height)

@@ -8,7 +8,8 @@ K, 16 rows of words hold them four bytes to a word and two codes to a byte:
 
 `byte & 0x8E` then is the low weight as float8_e5m2, times 2^-14: E2M1's exponent and mantissa fall on E5M2's low
 exponent bits and high mantissa bit, and 0.5, subnormal in E2M1, is subnormal in E5M2. One operation on a word decodes
-four weights. Scales are words [K/128, N]: byte j is the E8M0 scale of K 32j .. 32j + 31.
+four weights. Scales are words [K/128, N]: byte j is the E8M0 scale of K 32j .. 32j + 31. Their rows are padded to a
+multiple of 8, so that XLA keeps the array in the layout that kernels read.
 
 K and N are padded with zeros to multiples of 128. A padded input of w2 meets a padded output of w1 and w3, which is 0.
 """
@@ -30,6 +31,11 @@ def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
+def scale_rows(k: int) -> int:
+    """Rows of scale words for K."""
+    return -(-padded(k) // LANES // 8) * 8
+
+
 def _pad_last_two(x: Array, rows: int, columns: int, value: int) -> Array:
     widths = [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, columns - x.shape[-1])]
     return jnp.pad(x, widths, constant_values=value)
@@ -43,8 +49,8 @@ def pack(leaf: dict[str, Array]) -> dict[str, Array]:
             [..., N, K/32]}.
 
     Returns:
-        {"words" int32 [..., Kp/8, Np], "scales" int32 [..., Kp/128, Np]}, Kp and Np the padded sizes. Needs about three
-        bytes a weight while it works: call it under jit for a layer, or fewer experts, at a time.
+        {"words" int32 [..., Kp/8, Np], "scales" int32 [..., scale_rows(K), Np]}, Kp and Np the padded sizes. Needs
+        about three bytes a weight while it works: call it under jit for a layer, or fewer experts, at a time.
 
     Raises:
         KernelError: the leaf is not FP4.
@@ -67,19 +73,20 @@ def pack(leaf: dict[str, Array]) -> dict[str, Array]:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
     scale = _pad_last_two(scale, np_, kp // quant.BLOCK, _ONE)
     scales = jax.lax.bitcast_convert_type(scale.reshape(*lead, np_, kp // LANES, 4), jnp.int32)
-    return {"words": jnp.swapaxes(words, -1, -2), "scales": jnp.swapaxes(scales, -1, -2)}
+    scales = _pad_last_two(jnp.swapaxes(scales, -1, -2), scale_rows(k), np_, 0)
+    return {"words": jnp.swapaxes(words, -1, -2), "scales": scales}
 
 
 def unpack(leaf: dict[str, Array]) -> dict[str, Array]:
     """{"weight" uint8 [..., Np, Kp/2], "scale" float8_e8m0fnu [..., Np, Kp/32]} of a packed leaf: inverts `pack`, but
     for the padding."""
-    words, scales = (jnp.swapaxes(leaf[name], -1, -2) for name in ("words", "scales"))  # [..., Np, Kp/8 | Kp/128]
+    words, scales = (jnp.swapaxes(leaf[name], -1, -2) for name in ("words", "scales"))  # [..., Np, rows]
     lead, kp = words.shape[:-1], words.shape[-1] * 8
     placed = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*lead, kp // LANES, 64)
     low = placed >> 7 << 3 | placed >> 1 & 7
     high = (placed & 1) << 3 | placed >> 4 & 7
     codes = jnp.stack([low, high], axis=-2).reshape(*lead, kp)
-    scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(*lead, kp // quant.BLOCK)
+    scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(*lead, -1)[..., : kp // quant.BLOCK]
     return {"weight": quant.pack_fp4(codes), "scale": jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)}
 
 

@@ -35,7 +35,7 @@ def scratch(height: int, k: int, columns: int) -> list:
 
 def multiply(x, matrices: list, sums: list, lhs, factors) -> None:
     """sums[i] float32 [M, columns] = x bf16 [1, M, K] times matrices[i], a pair of references to words and scales
-    [1, 1, K/8 and K/128, columns]."""
+    [1, 1, rows, columns]."""
     height, depth = x.shape[1], x.shape[2] // LANES
     few = lhs.shape[1] > height
     _spread_rows(x, lhs)
@@ -74,9 +74,9 @@ def _spread_rows(x, lhs) -> None:
 
 def _factors(scales, factors) -> None:
     """factors[c, j * depth + t] = scales of block j of the 128 values of K from 128 t on, columns 128 c on."""
-    depth = scales.shape[2]
+    depth = factors.shape[1] // _BLOCKS
     for c in range(factors.shape[0]):
-        words = scales[0, 0, :, c * LANES : (c + 1) * LANES]
+        words = scales[0, 0, :depth, c * LANES : (c + 1) * LANES]
         for j in range(_BLOCKS):
             bits = words << (23 - 8 * j) if j < 3 else jax.lax.shift_right_logical(words, np.int32(1))
             factors[c, j * depth : (j + 1) * depth] = pltpu.bitcast(bits & 0x7F800000, jnp.float32)

@@ -35,9 +35,10 @@ def _is(x: Array, dtype, *shape: int | None) -> bool:
 
 
 def _check(q: Array, query_position: Array, window: WindowKeys, entries: Entries | None, sink: Array, width: int):
+    """KernelError for what no implementation does."""
     _require(q.ndim == 4 and q.dtype == jnp.bfloat16, "q", _described(q), "bfloat16 [B, t, H, d]")
     b, t, heads, dim = q.shape
-    _require(64 <= dim <= 512 and dim % quant.BLOCK == 0, "the head dim", dim, "a multiple of 32 from 64 to 512")
+    _require(dim % quant.BLOCK == 0, "the head dim", dim, f"a multiple of {quant.BLOCK}")
     _require(width >= 1, "width", width, "at least 1")
     named = [("query_position", query_position, jnp.int32, (b, t)), ("sink", sink, jnp.float32, (heads,))]
     _require(window.codes.ndim == 4, "window.codes", _described(window.codes), "uint8 [L, B, R, d]")
@@ -96,6 +97,7 @@ def attend(
     options = {"width": width, "temporary_bytes": temporary_bytes}
     if chosen == "reference":
         return reference.attend(*arguments, **options)
+    _require(64 <= q.shape[-1] <= 512, "the head dim", q.shape[-1], "from 64 to 512")
     if chosen == "gpu":
         from pallas_kernels.sparse_attention import gpu
 

@@ -218,6 +218,7 @@ def attend(
         KernelError: a pool whose granules cannot be counted in int32.
     """
     b, t, heads, dim = q.shape
+    gpu_codes.require_addressable("sparse_attention", "window.scales", window.scales)
     if entries is not None and not entries.row.shape[-1]:
         entries = None
     granule = LANES if entries is not None and entries.padded else math.gcd(entry_words(dim), LANES)

@@ -39,116 +39,113 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 @functools.cache
-def _channel_patterns(dim: int) -> np.ndarray:
-    """int32 [2 * tiles + 2, 128]: for each tile of 128 channels the word of an entry under every lane, then the shift
-    that brings the channel's code to bits 0..3; word and shift of scale number `lane`.
+def _patterns(dim: int) -> np.ndarray:
+    """int32 [4, tiles, 128], for the channel at each lane of each tile of 128 channels: the word of an entry that holds
+    its code, the code's first bit, the word that holds its scale, the scale's first bit.
     """
     width, scales = dim // 8, scale_words(dim)
     channel = np.minimum(np.arange(_round_up(dim, LANES)), dim - 1).reshape(-1, LANES)
-    number = np.minimum(np.arange(LANES), dim // quant.MAIN_KV_BLOCK - 1)
-    rows = [channel % width, 4 * (channel // width), [width + number % scales], [8 * (number // scales)]]
-    return np.concatenate(rows).astype(np.int32)
+    number = channel // quant.MAIN_KV_BLOCK
+    return np.stack([channel % width, 4 * (channel // width), width + number % scales, 8 * (number // scales)])
 
 
 @functools.cache
-def _spread(blocks: int, block: int, dim: int, value: float) -> np.ndarray:
-    """[blocks, round_up(dim, 128)]: `value` where a channel belongs to a block. A product with it repeats scales."""
+def _window_blocks(dim: int) -> np.ndarray:
+    """[d/32, round_up(d, 128)]: 1 where a channel belongs to a block of 32. A product with it repeats scales."""
     channel = np.arange(_round_up(dim, LANES))
-    return np.where(channel // block == np.arange(blocks)[:, None], value, 0).astype(jnp.bfloat16)
+    return (channel // quant.BLOCK == np.arange(dim // quant.BLOCK)[:, None]).astype(jnp.bfloat16)
 
 
-def _e4m3(byte: Array) -> Array:
-    """float32 of E4M3 bits without sign, int32. Never infinite or NaN, whatever the bits."""
-    normal = pltpu.bitcast((byte << 20) + (120 << 23), jnp.float32)
-    return jnp.minimum(normal, normal + normal - 2.0**-6)  # the second is smaller below 2^-6, and right there
+def _half_e4m3(bits: Array) -> Array:
+    """float32 of half an E4M3 number without sign, int32 bits 0..127. Finite, whatever the bits."""
+    normal = jax.lax.bitcast_convert_type((bits << 20) + (119 << 23), jnp.float32)
+    return jnp.minimum(normal, normal + normal - 2.0**-7)  # the second is smaller below 2^-7, and right there
 
 
-def _e2m1_times(code: Array, scale: Array) -> Array:
-    """bf16 of twice an E2M1 code (bits 0..3, others are ignored) times float32 scales."""
+def _double_e2m1(code: Array) -> Array:
+    """float32 of twice an E2M1 number, int32 bits 0..3; the others are ignored."""
     magnitude = _shift_right(jnp.full_like(code, _DOUBLE_MAGNITUDES), (code & 7) << 2) & 15
-    signed = pltpu.bitcast(magnitude.astype(jnp.float32), jnp.int32) | ((code & 8) << 28)
-    return (pltpu.bitcast(signed, jnp.float32) * scale).astype(jnp.bfloat16)
+    signed = jax.lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32) | ((code & 8) << 28)
+    return jax.lax.bitcast_convert_type(signed, jnp.float32)
 
 
-def _lanes(words: Array, index: Array) -> Array:
-    return jnp.take_along_axis(words, index & (LANES - 1), axis=1)
-
-
-def _entry_chunk(rows: list[Array], begin: Array, patterns: Array, spread: Array, dim: int) -> list[Array]:
-    """bf16 values [128, 128] of a chunk of entries for each tile of channels.
+def _unpack_entries(rows: list[Array], place: Array, patterns: Array, dim: int) -> Array:
+    """bf16 values [n, round_up(d, 128)] of n entries.
 
     Args:
-        rows: the first or the first and the second row of words of each entry, int32 [128, 128].
-        begin: int32 [1, 128], first lane of each entry (a value along the lanes for each row of `rows`).
-        patterns, spread: see `_channel_patterns` and `_spread`.
+        rows: the first or the first and the second row of words of each entry, int32 [n, 128].
+        place: int32 [1, n], first lane of each entry (0 where there is one row only).
+        patterns: see `_patterns`.
     """
-    tiles = _round_up(dim, LANES) // LANES
+    shape = rows[0].shape
     words, start = rows[0], 0
     if len(rows) == 2:
-        start = jnp.broadcast_to(begin, (_CHUNK, LANES)).T
-        lane = jax.lax.broadcasted_iota(jnp.int32, (_CHUNK, LANES), 1)
+        start = jnp.broadcast_to(place, (LANES, shape[0])).T
+        lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         words = jnp.where(lane >= start, rows[0], rows[1])
 
-    def pattern(i: int) -> Array:
-        return jnp.broadcast_to(patterns[i : i + 1], (_CHUNK, LANES))
+    @functools.cache  # tiles need the same words where 128 is a multiple of d/8
+    def under(word: tuple[int, int]) -> Array:
+        index = (jnp.broadcast_to(patterns[*word][None], shape) + start) & (LANES - 1)
+        return jnp.take_along_axis(words, index, axis=1)
 
-    scales = _e4m3(_shift_right(_lanes(words, pattern(2 * tiles) + start), pattern(2 * tiles + 1)) & 127)
-    scales = jnp.dot(scales.astype(jnp.bfloat16), spread, preferred_element_type=jnp.float32)
-    same = LANES % (dim // 8) == 0  # every tile needs the same words
-    values = []
-    for i in range(tiles):
-        if i == 0 or not same:
-            under = _lanes(words, pattern(i) + start)
-        code = _shift_right(under, pattern(tiles + i))
-        values.append(_e2m1_times(code, scales[:, LANES * i : LANES * (i + 1)]))
-    return values
+    def field(kind: int, tile: int) -> Array:
+        wanted = _patterns(dim)[kind]
+        same = next(i for i in range(tile + 1) if (wanted[i] == wanted[tile]).all())
+        return _shift_right(under((kind, same)), jnp.broadcast_to(patterns[kind + 1, tile][None], shape))
+
+    def tile(i: int) -> Array:
+        return (_double_e2m1(field(0, i)) * _half_e4m3(field(2, i) & 127)).astype(jnp.bfloat16)
+
+    return jnp.concatenate([tile(i) for i in range(_round_up(dim, LANES) // LANES)], axis=1)
 
 
-def _kernel(dim: int, chosen: bool, step: int, span: int, layer_ref, *refs):
-    del layer_ref
-    *inputs, out_ref, window, selected = refs if chosen else (*refs, None)
-    q_ref, codes_ref, scales_ref, window_spread, seen_ref, sink_ref, *entries = inputs
-    rows = codes_ref.shape[2]
+def _unpack_window(codes: Array, scales: Array, blocks: Array) -> Array:
+    """bf16 values [R, d] of E4M3 bits uint8 [R, d] and UE8M0 scales uint8 [d/32, R]; `blocks` of `_window_blocks`."""
+    scales = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32).astype(jnp.bfloat16)
+    scales = jax.lax.dot_general(scales, blocks, _TN, preferred_element_type=jnp.float32)
+    codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    return (codes * scales[:, : codes.shape[1]]).astype(jnp.bfloat16)
+
+
+def _kernel(dim: int, chosen: bool, linear: bool, layer_ref, *refs):
+    del layer_ref  # the block specs use it
+    q_ref, codes_ref, scales_ref, blocks_ref, seen_ref, sink_ref, *refs = refs
+    *entries, out_ref, window, selected = refs if chosen else (*refs, None)
 
     @pl.when(pl.program_id(1) == 0)
-    def _unpack_window():
+    def _():
+        rows = codes_ref.shape[2]
         if (rows, dim) != window.shape:  # the rest meets probabilities and queries that are 0: it must be finite
             window[...] = jnp.zeros_like(window)
-        bits = scales_ref[0, 0].astype(jnp.int32) << 23
-        scale = pltpu.bitcast(bits, jnp.float32).astype(jnp.bfloat16)
-        scale = jax.lax.dot_general(scale, window_spread[...], _TN, preferred_element_type=jnp.float32)
-        codes = jax.lax.bitcast_convert_type(codes_ref[0, 0], jnp.float8_e4m3fn).astype(jnp.float32)
-        window[:rows, :dim] = (codes * scale[:, :dim]).astype(jnp.bfloat16)
+        window[:rows, :dim] = _unpack_window(codes_ref[0, 0], scales_ref[0, 0], blocks_ref[...])
 
-    q = q_ref[0, 0]
     near = window[...]
-    if step:
+    if linear:
         tile = jax.lax.div(pl.program_id(1), _BF16_ROWS)
-        near = window[pl.ds(pl.multiple_of(tile * _BF16_ROWS, _BF16_ROWS), span)]
-
-    def logits(keys: Array, visible: Array) -> Array:
-        s = jax.lax.dot_general(q, keys, _NT, preferred_element_type=jnp.float32) * np.float32(dim**-0.5)
-        return jnp.where(visible, s, -jnp.inf)
-
-    parts = [(near, logits(near, seen_ref[0, 0] > 0))]
-    if entries:
-        words_ref, place_ref, patterns, spread = entries
+        near = window[pl.ds(pl.multiple_of(tile * _BF16_ROWS, _BF16_ROWS), seen_ref.shape[3])]
+    parts = [(near, seen_ref[0, 0] > 0)]
+    if chosen:
+        words_ref, place_ref, patterns_ref = entries
         for first in range(0, words_ref.shape[3], _CHUNK):
             chunk = slice(first, first + _CHUNK)
-            place = place_ref[0, 0, :, chunk]
-            words = [words_ref[0, 0, i, chunk] for i in range(words_ref.shape[2])]
-            values = _entry_chunk(words, jnp.maximum(place, 0), patterns[...], spread[...], dim)
-            keys = jnp.concatenate(values, axis=1)
-            selected[chunk] = keys
-            parts.append((chunk, logits(keys, place >= 0)))
-    peak = functools.reduce(jnp.maximum, (jnp.max(s, axis=1, keepdims=True) for _, s in parts))
-    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+            rows = [words_ref[0, 0, i, chunk] for i in range(words_ref.shape[2])]
+            place = jnp.maximum(place_ref[0, 0, :, chunk], 0)
+            selected[chunk] = _unpack_entries(rows, place, patterns_ref[...], dim)
+        parts.append((selected[...], place_ref[0, 0] >= 0))
+
+    def logits(keys: Array, visible: Array) -> Array:
+        s = jax.lax.dot_general(q_ref[0, 0], keys, _NT, preferred_element_type=jnp.float32)
+        return jnp.where(visible, s * np.float32(dim**-0.5), -jnp.inf)
+
+    scores = [logits(*part) for part in parts]
+    peak = functools.reduce(jnp.maximum, (jnp.max(s, axis=1, keepdims=True) for s in scores))
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)  # no key at all: the sum stays 0
     denominator = jnp.exp(sink_ref[...] - peak)
-    total = jnp.zeros(q.shape, jnp.float32)
-    for keys, s in parts:
+    total = jnp.zeros(out_ref.shape[2:], jnp.float32)
+    for (keys, _), s in zip(parts, scores, strict=True):
         p = jnp.exp(s - peak)
         denominator += jnp.sum(p, axis=1, keepdims=True)
-        keys = selected[keys] if isinstance(keys, slice) else keys
         total += jnp.dot(p.astype(jnp.bfloat16), keys, preferred_element_type=jnp.float32)
     out_ref[0, 0] = (total * (1.0 / denominator)).astype(out_ref.dtype)
 
@@ -174,20 +171,19 @@ def _gather(entries: Entries, dim: int) -> tuple[Array, Array]:
 
 
 def _few(
-    q: Array, seen: Array, window: WindowKeys, entries: Entries | None, sink: Array, step: int, interpret: bool
+    q: Array, seen: Array, window: WindowKeys, entries: Entries | None, sink: Array, linear: bool, interpret: bool
 ) -> Array:
     """The kernel for B sequences of t queries.
 
     Args:
-        seen: int32 [B, t, 1, span]; the window rows that a query sees, among all rows, or where `step` is 1 among those
-            from row i // 16 * 16 on for query i.
+        seen: int32 [B, t, 1, n], which window rows a query sees: among all of them, or with `linear` among the n from
+            row i // 16 * 16 on for query i.
     """
     b, t, heads, dim = q.shape
     full, padded_heads = _round_up(dim, LANES), _round_up(heads, _BF16_ROWS)
     q = jnp.pad(q, [(0, 0), (0, 0), (0, padded_heads - heads), (0, full - dim)])
     sink = jnp.pad(sink, (0, padded_heads - heads))[:, None]
-    rows, span = window.codes.shape[2], seen.shape[-1]
-    kept = max(_round_up(rows, _BF16_ROWS), span + step * ((t - 1) // _BF16_ROWS * _BF16_ROWS))
+    kept = seen.shape[-1] + linear * ((t - 1) // _BF16_ROWS * _BF16_ROWS)
     layer = jnp.asarray(window.layer, jnp.int32).reshape(1)
 
     def whole(x: Array) -> pl.BlockSpec:
@@ -199,19 +195,18 @@ def _few(
     def of_layer(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, *x.shape[2:]), lambda b, t, layer: (layer[0], b, 0, 0))
 
-    window_spread = jnp.asarray(_spread(dim // quant.BLOCK, quant.BLOCK, dim, 1.0))
-    arguments = [q, window.codes, window.scales, window_spread, seen, sink]
-    specs = [each(q), of_layer(window.codes), of_layer(window.scales), whole(window_spread), each(seen), whole(sink)]
+    blocks = jnp.asarray(_window_blocks(dim))
+    arguments = [q, window.codes, window.scales, blocks, seen, sink]
+    specs = [each(q), of_layer(window.codes), of_layer(window.scales), whole(blocks), each(seen), whole(sink)]
     scratch = [pltpu.VMEM((kept, full), jnp.bfloat16)]
     if entries is not None:
         words, place = _gather(entries, dim)
-        patterns = jnp.asarray(_channel_patterns(dim))
-        spread = jnp.asarray(_spread(LANES, quant.MAIN_KV_BLOCK, dim, 0.5))
-        arguments += [words, place, patterns, spread]
-        specs += [each(words), each(place), whole(patterns), whole(spread)]
+        patterns = jnp.asarray(_patterns(dim), jnp.int32)
+        arguments += [words, place, patterns]
+        specs += [each(words), each(place), whole(patterns)]
         scratch.append(pltpu.VMEM((words.shape[3], full), jnp.bfloat16))
     out = pl.pallas_call(
-        functools.partial(_kernel, dim, entries is not None, step, span),
+        functools.partial(_kernel, dim, entries is not None, linear),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(b, t), in_specs=specs, out_specs=each(q), scratch_shapes=scratch
         ),
@@ -241,7 +236,7 @@ def _segment(
     row = np.arange(t)[:, None] // _BF16_ROWS * _BF16_ROWS + np.arange(span)
     position = jnp.where(row < rows, window.position[:, np.minimum(row, rows - 1)], -1)
     seen = _seen(query_position, position, width, 0)
-    return _few(q, seen, window, entries, sink, 1, interpret)
+    return _few(q, seen, window, entries, sink, True, interpret)
 
 
 def attend(
@@ -262,7 +257,7 @@ def attend(
         entries = None
     if t <= FEW_TOKENS:
         seen = _seen(query_position, window.position[:, None], width, _round_up(rows, _BF16_ROWS) - rows)
-        return _few(q, seen, window, entries, sink, 0, interpret)
+        return _few(q, seen, window, entries, sink, False, interpret)
 
     segments = -(-t // _SEGMENT)
     fill = segments * _SEGMENT - t
