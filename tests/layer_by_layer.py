@@ -102,10 +102,14 @@ def layer_step(
     return {**note, "out": x, "pre": pre, "experts": experts, "selection": shared.selection, "pool": shared.pool}
 
 
+def eager_layer(config: ModelConfig, numerics: Numerics, kind: Run, store=None) -> Callable:
+    """A layer that is not compiled as a whole."""
+    return functools.partial(layer_step, config=config, numerics=numerics, kind=kind, store=store)
+
+
 def new_layer_program(config: ModelConfig, numerics: Numerics, kind: Run, store=None) -> Callable:
     """A program traced anew: for a test that has changed the code it runs, and leaves nothing behind."""
-    step = functools.partial(layer_step, config=config, numerics=numerics, kind=kind, store=store)
-    return jax.jit(step)
+    return jax.jit(eager_layer(config, numerics, kind, store))
 
 
 layer_program = functools.cache(new_layer_program)
@@ -126,11 +130,13 @@ class LayerByLayer:
     """Runs blocks of one row's tokens through all layers and keeps what they compute.
 
     Attributes:
+        block: tokens of a step.
         values: {name: {layer: array of all tokens so far}}; names are `post_engram`, `tap` and those of `layer_step`.
         arrays: the cache.
     """
 
-    def __init__(self, model: Model, programs: Mapping[int, Callable] | None = None):
+    def __init__(self, model: Model, programs: Mapping[int, Callable] | None = None, block: int = BLOCK):
+        self.block = block
         self.model, self.config, self.numerics = model, model.config, model._runner.numerics
         self.programs = {
             layer.number: layer_program(self.config, self.numerics, layer.kind) for layer in layers(self.config)
@@ -151,8 +157,8 @@ class LayerByLayer:
         self.mask = np.concatenate([self.mask, mask], axis=1)
         rows = hasher(self.tokens[None], self.mask)[0][:, :, seen:]
         logits = []
-        for at in range(0, n, BLOCK):
-            part = slice(at, min(at + BLOCK, n))
+        for at in range(0, n, self.block):
+            part = slice(at, min(at + self.block, n))
             embeds = None if image_embeds is None else image_embeds[:, part]
             logits.append(self._block(seen + at, token_ids[part], rows[:, :, part], mask[:, part], embeds, last))
         return None if last is not None else np.concatenate(logits)
@@ -162,15 +168,15 @@ class LayerByLayer:
         n, static = len(token_ids), dict(config=config, numerics=numerics)
 
         def padded(x) -> jax.Array:
-            return jnp.asarray(np.pad(np.asarray(x), [(0, 0), (0, BLOCK - n)] + [(0, 0)] * (np.ndim(x) - 2)))
+            return jnp.asarray(np.pad(np.asarray(x), [(0, 0), (0, self.block - n)] + [(0, 0)] * (np.ndim(x) - 2)))
 
         image_mask = padded(mask)
         embeds = None if embeds is None else padded(embeds)
         x = assembly.embed(params, numerics, padded(token_ids[None]), image_mask, embeds)
-        x = jnp.broadcast_to(x[:, :, None], (1, BLOCK, config.hc_mult, config.hidden_size))
-        pre = hc.identity_mix((1, BLOCK), config.hc_mult)
-        selection = jnp.full((1, BLOCK, config.index_topk), -1, jnp.int32)
-        pool = jnp.full((1, BLOCK, config.candidate_topk_blocks), -1, jnp.int32)
+        x = jnp.broadcast_to(x[:, :, None], (1, self.block, config.hc_mult, config.hidden_size))
+        pre = hc.identity_mix((1, self.block), config.hc_mult)
+        selection = jnp.full((1, self.block, config.index_topk), -1, jnp.int32)
+        pool = jnp.full((1, self.block, config.candidate_topk_blocks), -1, jnp.int32)
         position, n_valid = jnp.full(1, start, jnp.int32), jnp.full(1, n, jnp.int32)
         for layer in layers(config)[: None if last is None else last + 1]:
             if layer.engram:
