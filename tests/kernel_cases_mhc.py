@@ -23,22 +23,32 @@ def _connect(x, u, post, comb, *rest):
 
 
 def aot_cases() -> list[Case]:
-    """A decode step of 64 sequences and a prefill block of 512 tokens; the first connection; the last update."""
-    bf16 = jnp.bfloat16
-    stacked = _spec(LAYERS, ROWS, C * D), _spec(LAYERS, ROWS), _spec(LAYERS, 3), _spec(LAYERS, D, dtype=bf16)
-    cases = []
-    for name, n in (("decode", 64), ("prefill", 512)):
-        x, update = _spec(n, C, D, dtype=bf16), (_spec(n, D, dtype=bf16), _spec(n, C), _spec(n, C, C))
-        rest = _spec(n, C), *stacked, _spec(dtype=jnp.int32)
-        cases.append(Case(f"mhc connect {name}", _connect, (x, *update, *rest), LAYERS * FN_BYTES // 2))
-    cases.append(
-        Case(
-            "mhc connect first",
-            lambda x, *rest: _connect(x, None, None, None, *rest),
-            (x, *rest),
-            LAYERS * FN_BYTES // 2,
-        )
+    """A decode step of 64 sequences and a prefill block of 512 tokens; the first connection; the last update.
+
+    Streams of one call alone are copied to and from the order that the kernel reads; where few tokens are smaller than
+    a layer's weights, no copy may be as large as those.
+    """
+    stacked = (
+        _spec(LAYERS, ROWS, C * D),
+        _spec(LAYERS, ROWS),
+        _spec(LAYERS, 3),
+        _spec(LAYERS, D, dtype=jnp.bfloat16),
+        _spec(dtype=jnp.int32),
     )
+
+    def tokens(n: int) -> tuple:
+        """x, u, post, comb."""
+        return _spec(n, C, D, dtype=jnp.bfloat16), _spec(n, D, dtype=jnp.bfloat16), _spec(n, C), _spec(n, C, C)
+
+    def first(x, *rest):
+        return _connect(x, None, None, None, *rest)
+
     expand = functools.partial(mhc.expand, implementation="tpu")
-    cases.append(Case("mhc expand", expand, (x, *update), LAYERS * FN_BYTES // 2))
-    return cases
+    stack_bytes = LAYERS * FN_BYTES
+    return [
+        Case("mhc connect decode", _connect, (*tokens(64), _spec(64, C), *stacked), stack_bytes),
+        Case("mhc connect prefill", _connect, (*tokens(512), _spec(512, C), *stacked), stack_bytes),
+        Case("mhc connect verify", _connect, (*tokens(16), _spec(16, C), *stacked), FN_BYTES),
+        Case("mhc connect first", first, (tokens(16)[0], _spec(16, C), *stacked), FN_BYTES),
+        Case("mhc expand", expand, tokens(64), stack_bytes),
+    ]

@@ -7,8 +7,9 @@ from jax import Array
 from kernel_cases import Case
 from pallas_kernels.sparse_attention import Entries, WindowKeys, attend
 
-HEADS, DIM, TOPK, WIDTH, RING, LAYERS = 64, 512, 512, 128, 144, 40
-SOURCES, ROWS = 3, 72 * 2048  # 226 MB of entries
+HEADS, DIM, TOPK, WIDTH, RING = 64, 512, 512, 128, 144
+LAYERS = 40 + 3  # with the draft blocks
+SOURCES, ROWS = 3, 72 * 4096  # 453 MB of entries
 # A decode step of 64 sequences, a verify block of 16, a prefill block of one: sequences, queries, layers, window rows.
 BLOCKS = {"decode": (64, 1, LAYERS, RING), "verify": (16, 6, LAYERS, RING), "prefill": (1, 512, 1, WIDTH - 1 + 512)}
 

@@ -85,7 +85,6 @@ SHAPES = {
     "decode": (2, 9, 1, 1, 4, 128),
     "verify_ratio2": (3, 9, 2, 3, 5, 64),
     "blocks_of_queries_ratio2": (1, 5, 2, 9, 2, 96),
-    "three_words": (2, 2, 1, 2, 2, 96),
     "odd_pages": (1, 3, 2, 1, 3, 32),
 }
 
@@ -224,7 +223,7 @@ def test_pool_scores_and_selection_equal_the_reference(shape):
     b, n, ratio, t, heads, dim, block, p = POOLS[shape]
     k = min(40, p * block)
 
-    @settings(max_examples=5)
+    @settings(max_examples=4)
     @given(st.integers(0, 2**32 - 1))
     def check(seed):
         rng = np.random.default_rng(seed)

@@ -39,7 +39,7 @@ def rows(rng: np.random.Generator, b: int, n: int, d: int, rope_dim: int) -> tup
     integers = rng.integers(-15, 16, (b, n, d))
     raw = np.where(kind == 0, np.sign(integers - 0.5) * 4, np.where(kind == 1, integers, 0 * integers))
     raw = raw * 2.0 ** rng.integers(-20, 20, (b, n, 1))
-    far = rng.choice([0, 0, 0, -118, -60, 9, 110], d // 32).repeat(32)  # zeros, saturation, the smallest scales
+    far = rng.choice([0, 0, 0, -90, -60, 9, 110], d // 32).repeat(32)  # all zeros, or saturation of the scale
     norm = rng.choice([-1, 1], d) * rng.integers(1, 33, d) / 4 * 2.0 ** (rng.integers(-1, 2, d // 32).repeat(32) + far)
     turn = rng.uniform(0, 6, (b, n, rope_dim // 2))
     angles = [jnp.asarray(f(turn), jnp.bfloat16).astype(jnp.float32) for f in (np.cos, np.sin)]

@@ -7,7 +7,8 @@
     select_candidates  the k best entries of a pool
 
 Memory: `scores` makes float32 [B, t, N]. Callers bound it by tiles of rows or of queries: no query's result depends on
-the others. Kernels add nothing to it that grows with N.
+the others. On a TPU the kernels pass it on in a layout of their own; jitted together with `select` or
+`candidate_blocks` there is one array of that size, and with other users of t > 1 queries a second one.
 """
 
 import jax.numpy as jnp

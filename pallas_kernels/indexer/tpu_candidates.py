@@ -1,7 +1,7 @@
 """Scores of the entries of each query's candidate pool on a TPU: work and traffic depend on the pool, not on context.
 
 The page of every block of the pool is copied into VMEM, and the lanes of its entries are rotated to where the pool's
-order has them. What results is packed like any page, and is unpacked and scored like one (`tpu_scores`).
+order has them. What results is packed like any page, and is unpacked and scored like one (`tpu_keys`).
 """
 
 import functools
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.indexer.reference import LANES, PagedKeys
-from pallas_kernels.indexer.tpu_scores import Packing, head_sums, pad_to, round_bf16, row_weights
+from pallas_kernels.indexer.tpu_keys import Packing, PageBuffers, head_sums, pad_to, round_bf16, row_weights
 
 _FETCHED = 256  # blocks, at most, that are fetched together
 _TILE = 16  # rows of 128 entries, at most, that are fetched together
@@ -24,8 +24,8 @@ _VMEM_BYTES = 48 * 2**20
 def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, pool, pool_after, q, w, codes, scales,
             out, *scratch):  # fmt: skip
     """Scores of the pool of one query."""
-    code_buffer, scale_buffer, state, arrived = scratch
-    fetched = code_buffer.shape[1]
+    buffers = PageBuffers(packing, slot, codes, scales, scratch)
+    fetched = buffers.codes.shape[1]
     tile_rows = fetched * block // LANES
     block_bits = (packing.entries // block).bit_length() - 1  # of the blocks of a page
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
@@ -39,54 +39,22 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
         return row_table[0, 0, row_pool[0, 0, number] >> block_bits]
 
     def start(row_table, row_pool, tile, buffer):
-        def page_copies(i, _):
-            page = page_of(row_table, row_pool, tile * fetched + i)
-            to = code_buffer.at[buffer, i, pl.ds(0, packing.page_rows)]
-            pltpu.make_async_copy(codes.at[slot[0], page], to, arrived.at[0, buffer]).start()
-            scale_row = pl.ds(page >> (packing.pages - 1), 1)
-            to = scale_buffer.at[buffer, pl.ds(i, 1)]
-            pltpu.make_async_copy(scales.at[slot[0], scale_row], to, arrived.at[1, buffer]).start()
-            return 0
+        unroll = 1 if interpret else 8
+        buffers.start(buffer, lambda i: page_of(row_table, row_pool, tile * fetched + i), unroll)
 
-        jax.lax.fori_loop(0, fetched, page_copies, 0, unroll=1 if interpret else 8)
-
-    def wait(buffer):  # for all copies of a tile: a semaphore counts bytes
-        to = code_buffer.at[buffer, :, pl.ds(0, packing.page_rows)]
-        pltpu.make_async_copy(to, to, arrived.at[0, buffer]).wait()
-        to = scale_buffer.at[buffer]
-        pltpu.make_async_copy(to, to, arrived.at[1, buffer]).wait()
-
-    # state: the buffer of the tile to score next, and whether its copies have been started.
-    @pl.when(row == 0)
-    def _():
-        state[0] = 0
-        state[1] = 0
-        if packing.page_rows < packing.buffer_rows:
-            code_buffer[...] = jnp.zeros_like(code_buffer)
-
+    pl.when(row == 0)(buffers.reset)
     tiles = tiles_of(r)
     following = jnp.where(row + 1 < rows, held[jnp.minimum(r + 1, held.shape[0] - 1)], 0)
     out[...] = jnp.full_like(out, -jnp.inf)
-
-    @pl.when((tiles > 0) & (state[1] == 0))
-    def _():
-        start(table, pool, 0, state[0])
+    pl.when((tiles > 0) & (buffers.state[1] == 0))(lambda: start(table, pool, 0, buffers.state[0]))
 
     def score(tile, _):
-        buffer = state[0]
-        more = tile + 1 < tiles
-
-        @pl.when(more)
-        def _():
-            start(table, pool, tile + 1, 1 - buffer)
-
-        @pl.when(~more & (following > 0))
-        def _():
-            start(after, pool_after, 0, 1 - buffer)
-
-        state[0] = 1 - buffer
-        state[1] = (more | (following > 0)).astype(jnp.int32)
-        wait(buffer)
+        buffer = buffers.advance(
+            tile + 1 < tiles,
+            lambda other: start(table, pool, tile + 1, other),
+            following > 0,
+            lambda other: start(after, pool_after, 0, other),
+        )
         jax.lax.fori_loop(0, tile_rows // group_rows, functools.partial(group, tile, buffer), 0)
         return 0
 
@@ -131,7 +99,7 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
         def rotate(x, origin):
             return pltpu.roll(x, (target - origin) & (LANES - 1), 1)
 
-        fetched_words = code_buffer[buffer, number]
+        fetched_words = buffers.codes[buffer, number]
         if packing.pages == 1:
             moved, scale_place = rotate(fetched_words, place), place
         else:  # even words are in the left half of a page's rows, odd ones in the right half
@@ -139,7 +107,7 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
             moved = jnp.concatenate(halves, axis=0)
             scale_place = place + (page_of(table, pool, tile * fetched + number) & 1) * (LANES // 2)
         words = jnp.where(own, moved, words)
-        words_scales = jnp.where(own, rotate(scale_buffer[buffer, pl.ds(number, 1)], scale_place), words_scales)
+        words_scales = jnp.where(own, rotate(buffers.scales[buffer, pl.ds(number, 1)], scale_place), words_scales)
         # Lanes below this are visible entries.
         return words, words_scales, jnp.where(own, visible[r] - entry + target, shown)
 
@@ -195,12 +163,7 @@ def candidate_scores(
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=spec((out_rows, LANES), own),
-            scratch_shapes=[
-                pltpu.VMEM((2, fetched, packing.buffer_rows, LANES), jnp.int32),
-                pltpu.VMEM((2, fetched, LANES), jnp.int32),
-                pltpu.SMEM((2,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, 2)),
-            ],
+            scratch_shapes=PageBuffers.scratch(packing, fetched),
         ),
         out_shape=jax.ShapeDtypeStruct((total, out_rows, LANES), jnp.float32),
         interpret=interpret,

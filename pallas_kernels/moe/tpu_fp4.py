@@ -41,7 +41,8 @@ def multiply(x, matrices: list, sums: list, lhs, factors) -> None:
     _spread_rows(x, lhs)
     columns = sums[0].shape[1] // LANES
     together = max(c for c in (1, 2, 3, 4, 5) if columns % c == 0)
-    unroll = max(u for u in range(1, depth + 1) if depth % u == 0 and u * together <= max(_TILES_AT_ONCE, together))
+    most = _TILES_AT_ONCE if few else max(together, 8 * _TILES_AT_ONCE // height)  # many rows hide it by themselves
+    unroll = max(u for u in range(1, depth + 1) if depth % u == 0 and u * together <= most)
     for (words, scales), total in zip(matrices, sums, strict=True):
         _factors(scales, factors)
         add = functools.partial(_few if few else _many, words, lhs, factors, together=together)
@@ -99,9 +100,7 @@ def _few(words, lhs, factors, g: Array, t: Array, acc: tuple, *, together: int) 
     """acc + the products of 128 values of K, by sums of each block."""
     height, depth = lhs.shape[1] // _BLOCKS, lhs.shape[0]
     weights = jnp.concatenate(_halves(words, g, t, together))
-    parts = jax.lax.dot_general(
-        lhs[t], weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    parts = jax.lax.dot_general(lhs[t], weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     out = []
     for c, total in enumerate(acc):
         part = parts[:, c * LANES : (c + 1) * LANES]

@@ -39,9 +39,10 @@ class Blocks:
     stages: int
 
 
-# By major CUDA compute capability. 64 heads read and unpack an entry once for all of them; the tensor memory of
-# Blackwell (10) has no room for 64 x 512 sums, and Ampere (8) gains nothing from more than 32 rows.
-BLOCKS = {8: Blocks(32, 32, 8, 1), 9: Blocks(64, 32, 8, 1), 10: Blocks(32, 32, 8, 1)}
+# By major CUDA compute capability; chosen by what the compiler reports, not yet by measurements. 64 heads unpack an
+# entry once for all of them, and two stages fetch the next entries meanwhile. The tensor memory of Blackwell (10) has
+# no room for 64 x 512 sums, and the matmuls of Ampere (8) need no 64 rows.
+BLOCKS = {8: Blocks(32, 32, 8, 2), 9: Blocks(64, 32, 8, 2), 10: Blocks(32, 32, 8, 2)}
 
 
 def default_blocks() -> Blocks:
@@ -131,7 +132,8 @@ def _kernel(planes: _Planes, blocks: Blocks, shape: tuple, width: int, has_entri
 
         def plane(k: int) -> Array:
             first = k * planes.size + group * planes.run  # channel of each run
-            pair = (first // 2)[:, None] + jnp.arange(planes.run // 2)[None, :]
+            half = planes.run // 2
+            pair = k * (planes.size // 2) + (group * half)[:, None] + jnp.arange(half)[None, :]
             real = there[:, None] if planes.groups == planes.real else there[:, None] & (group < planes.real)[None, :]
             index = (layer, b, row[:, None, None], pair[None])
             code = plt.load(codes.at[index], mask=real[:, :, None], other=0)

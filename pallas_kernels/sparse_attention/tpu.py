@@ -162,8 +162,8 @@ def _gather(entries: Entries, dim: int) -> tuple[Array, Array]:
         rows = jnp.concatenate([rows, rows + runs_over], axis=2)
     sources, height, _ = entries.words.shape
     if height % 8 == 0 and sources * height < 2**31:
-        # One pool of rows: a view, since no tile of 8 rows belongs to two sources. XLA issues 3 gathers where it issues
-        # 2 by pairs of indices.
+        # One pool of rows: a view, since no tile of 8 rows belongs to two sources. XLA's gather of a row then takes 5.3
+        # instead of 7.9 bundles (v5p).
         words = entries.words.reshape(-1, LANES).at[entries.slot * height + jnp.minimum(rows, height - 1)]
     else:
         words = entries.words.at[entries.slot, rows]
