@@ -6,54 +6,15 @@ denominator only.
 """
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax.linear import Linear, stored_leaf, weight_matrix
 from dsv41_jax.norms import RMSNorm
-from dsv41_jax.numerics import Numerics, einsum_f32, row_sum
+from dsv41_jax.numerics import Numerics, einsum_f32
 from dsv41_jax.rope import rotate_tail
 from pallas_kernels import quantized_linear
-
-
-def attend(
-    q: Array,
-    window_kv: Array,
-    window_mask: Array,
-    selected_kv: Array | None,
-    selected_mask: Array | None,
-    sink: Array,
-    numerics: Numerics,
-) -> Array:
-    """Softmax over window and selected keys together.
-
-    Args:
-        q: [B, t, H, d]. sink: float32 [H].
-        window_kv: shared by the queries [B, n, d] or gathered for each [B, t, n, d], with window_mask bool [B, t, n].
-        selected_kv: None, or entries in one of the two forms; selected_mask bool [B, t, K].
-
-    Returns:
-        [B, t, H, d] in the activation dtype. Probabilities are rounded to it too (relative to the row maximum); the
-        denominator is not rounded. A query without any key yields exactly 0.
-    """
-    scale = jnp.float32(q.shape[-1] ** -0.5)
-    forms = {3: ("bthd,bnd->bthn", "bthn,bnd->bthd"), 4: ("bthd,btnd->bthn", "bthn,btnd->bthd")}
-    parts = [(*forms[window_kv.ndim], window_kv, window_mask)]
-    if selected_kv is not None:
-        parts.append((*forms[selected_kv.ndim], selected_kv, selected_mask))
-    logits = [
-        jnp.where(mask[:, :, None, :], einsum_f32(scores, q, kv) * scale, -jnp.inf) for scores, _, kv, mask in parts
-    ]
-    peak = jnp.stack([jnp.max(part, axis=-1) for part in logits]).max(axis=0)
-    peak = jax.lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0.0))  # no key at all: the sum stays 0
-    denominator = jnp.exp(sink.astype(jnp.float32) - peak)
-    total = jnp.zeros(q.shape, jnp.float32)
-    for part, (_, values, kv, _) in zip(logits, parts, strict=True):
-        p = jnp.exp(part - peak[..., None])
-        denominator = denominator + row_sum(p)
-        total = total + einsum_f32(values, numerics.round(p), kv)
-    return numerics.round(total / denominator[..., None])
+from pallas_kernels.sparse_attention import attend_values as attend
 
 
 class Attention(nn.Module):

@@ -1,4 +1,5 @@
-"""Lightning indexer: which entries of the compressed stream a query attends to.
+"""Lightning indexer: which entries of the compressed stream a query attends to. Scoring and selecting by kernels are in
+`pallas_kernels.indexer`; here are the projections, and the forms that masks of packed samples need.
 
 Scores are rounded to the activation dtype in three places (per-head dot, weighted head, head sum), as the release does:
 they decide ties. Everywhere the lowest index wins a tie.
@@ -11,8 +12,11 @@ from jax import Array
 
 from dsv41_jax import quant
 from dsv41_jax.linear import Linear
-from dsv41_jax.numerics import Numerics, einsum_f32
+from dsv41_jax.numerics import Numerics
 from dsv41_jax.rope import rotate_tail
+from pallas_kernels.indexer import index_scores, reference
+
+__all__ = ["Indexer", "candidate_blocks", "index_scores", "pool_mask", "select"]
 
 
 class Indexer(nn.Module):
@@ -42,18 +46,6 @@ class Indexer(nn.Module):
         return q, weights
 
 
-def index_scores(queries: Array, weights: Array, keys: Array, numerics: Numerics) -> Array:
-    """Scores float32 [B, t, N] (rounded to the activation dtype) of keys [B, N, dim]."""
-    e = numerics.round_f32(einsum_f32("bthd,bnd->bthn", queries, keys))
-    e = numerics.round_f32(jax.nn.relu(e) * weights.astype(jnp.float32)[..., None])
-    return numerics.round_f32(jnp.sum(e, axis=2))
-
-
-def _one_zero(scores: Array) -> Array:
-    """-0 becomes +0, so that the two tie: top_k ranks -0 lower. XLA would drop an addition of 0.0."""
-    return jnp.where(scores == 0.0, 0.0, scores)
-
-
 def select(scores: Array, allowed: Array, k: int) -> Array:
     """The k best allowed entries of each query, ascending, padded with -1 at the end.
 
@@ -63,12 +55,7 @@ def select(scores: Array, allowed: Array, k: int) -> Array:
     Returns:
         int32 [B, t, k].
     """
-    n = scores.shape[-1]
-    masked = jnp.where(allowed, _one_zero(scores), -jnp.inf)
-    values, rows = jax.lax.top_k(masked, min(k, n))
-    rows = jnp.sort(jnp.where(values > -jnp.inf, rows, n), axis=-1)
-    rows = jnp.where(rows < n, rows, -1).astype(jnp.int32)
-    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, k - rows.shape[-1])], constant_values=-1)
+    return reference.select(jnp.where(allowed, scores, -jnp.inf), k)
 
 
 def candidate_blocks(
@@ -86,7 +73,7 @@ def candidate_blocks(
     Returns:
         int32 [B, t, min(topk, blocks)] block numbers, -1 for none.
     """
-    masked = jnp.where(visible, _one_zero(scores), -jnp.inf)
+    masked = jnp.where(visible, reference.one_zero(scores), -jnp.inf)
     b, t, n = masked.shape
     if entry_block is None:
         blocks = -(-n // block)

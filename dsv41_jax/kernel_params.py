@@ -13,7 +13,7 @@ from pallas_kernels.implementation import KernelError
 def pack_params(params: dict[str, Any]) -> dict[str, Any]:
     """Parameters with the experts of all layers and draft blocks in kernel forms; other leaves are the same arrays.
 
-    FP4 keeps its bytes; FP8 gets one scale a row instead of one for 32 weights. One leaf at a time exists in both forms,
+    FP4 keeps its bytes; FP8 gets one scale a row instead of one for 32 weights. A leaf at a time exists in both forms,
     if the caller drops the old tree.
 
     Raises:

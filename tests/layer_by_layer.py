@@ -102,14 +102,10 @@ def layer_step(
     return {**note, "out": x, "pre": pre, "experts": experts, "selection": shared.selection, "pool": shared.pool}
 
 
-def eager_layer(config: ModelConfig, numerics: Numerics, kind: Run, store=None) -> Callable:
-    """A layer that is not compiled as a whole."""
-    return functools.partial(layer_step, config=config, numerics=numerics, kind=kind, store=store)
-
-
 def new_layer_program(config: ModelConfig, numerics: Numerics, kind: Run, store=None) -> Callable:
     """A program traced anew: for a test that has changed the code it runs, and leaves nothing behind."""
-    return jax.jit(eager_layer(config, numerics, kind, store))
+    step = functools.partial(layer_step, config=config, numerics=numerics, kind=kind, store=store)
+    return jax.jit(step)
 
 
 layer_program = functools.cache(new_layer_program)

@@ -1,7 +1,5 @@
 """The recordings of tiny model A in `released`, and what a model must make of them; see `test_model_released`."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +49,7 @@ def recorded_keys(model: ds.Model):
     return arrays.replace(main_kv=main_kv, index_key=index_key)
 
 
-def run_on_recorded_input(model: ds.Model, layer, program: Callable = layer_program) -> dict[str, np.ndarray]:
+def run_on_recorded_input(model: ds.Model, layer) -> dict[str, np.ndarray]:
     """What one layer makes of the recorded values it reads: streams, mix, shared entries, selection, pool."""
     g, config, numerics = recording("mid"), model.config, model._runner.numerics
     number = layer.number
@@ -70,7 +68,7 @@ def run_on_recorded_input(model: ds.Model, layer, program: Callable = layer_prog
     )
     candidates = recording("mid")[f"ref.prefill_candidates.{CANDIDATE_SOURCE}"]
     pool = pool_blocks(candidates, config.candidate_block_size, config.candidate_topk_blocks)
-    result = program(config, numerics, layer.kind)(
+    result = layer_program(config, numerics, layer.kind)(
         model.params,
         recorded_keys(model),
         x,
@@ -92,12 +90,12 @@ def run_on_recorded_input(model: ds.Model, layer, program: Callable = layer_prog
     return result
 
 
-def check_every_block(model: ds.Model, program: Callable = layer_program) -> None:
+def check_every_block(model: ds.Model) -> None:
     """Streams, mixes, selections and entries of each layer of `mid`, on the recorded values that it reads."""
     g, changed, rows = recording("mid"), 0, 0
     for layer in layers(model.config):
         number = layer.number
-        result = run_on_recorded_input(model, layer, program)
+        result = run_on_recorded_input(model, layer)
         assert_near(result["attn_in"], g[f"ref.attn{number}.in"])
         differs = changed_rows(result["experts"], g[f"ref.ffn{number}.indices"])
         rows += N

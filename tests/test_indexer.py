@@ -223,6 +223,6 @@ def test_wrong_pools_fail_the_golden_comparison(mistake, monkeypatch):
         got = pool_rows(scores, scores > -np.inf, np.full(30, -1), 4, 3)
         assert (got != GOLD["cand.prefill_r1.mask_top3_b4"]).any()
     else:
-        monkeypatch.setattr(indexer, "_one_zero", lambda scores: scores)
+        monkeypatch.setattr(indexer.reference, "one_zero", lambda scores: scores)
         blocks = jax.jit(lambda s: indexer.candidate_blocks(s, s == 0, jnp.full((1, 1), 5), None, 4, 2))(mixed_zeros())
         assert sorted(np.asarray(blocks)[0, 0]) != [0, 5]

@@ -77,4 +77,6 @@ def _attention(sizes: Sizes, what: str, batch: int, t: int) -> Workload:
         tolerance=_TOLERANCE,
         part=part,
         large=batch == sizes.many,
+        unit="query",
+        units=queries,
     )

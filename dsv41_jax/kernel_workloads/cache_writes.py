@@ -77,7 +77,19 @@ def _main_entries(sizes: Sizes, batch: int, n: int) -> Workload:
     flips = _flips(batch * n * sizes.head_dim)
     size = batch * n * (4 * sizes.head_dim + 4 * layout.main_words)
     updates = {"words": 0}
-    return Workload(f"main_entries B={batch} n={n}", "kv_write", make, call, size, 0, _LATENT, flips, updates=updates)
+    return Workload(
+        f"main_entries B={batch} n={n}",
+        "kv_write",
+        make,
+        call,
+        size,
+        0,
+        _LATENT,
+        flips,
+        updates=updates,
+        unit="row",
+        units=batch * n,
+    )
 
 
 def _index_entries(sizes: Sizes, batch: int, n: int) -> Workload:
@@ -109,7 +121,19 @@ def _index_entries(sizes: Sizes, batch: int, n: int) -> Workload:
     flips = _flips(batch * n * sizes.index_dim)
     size = batch * n * (2 * sizes.index_dim + sizes.index_dim // 2 + 4)
     updates = {"codes": 0, "scales": 1}
-    return Workload(f"index_entries B={batch} n={n}", "kv_write", make, call, size, 0, _LATENT, flips, updates=updates)
+    return Workload(
+        f"index_entries B={batch} n={n}",
+        "kv_write",
+        make,
+        call,
+        size,
+        0,
+        _LATENT,
+        flips,
+        updates=updates,
+        unit="row",
+        units=batch * n,
+    )
 
 
 def _window_rows(sizes: Sizes, batch: int, t: int) -> Workload:
@@ -139,4 +163,16 @@ def _window_rows(sizes: Sizes, batch: int, t: int) -> Workload:
     flips = _flips(2 * batch * t * sizes.head_dim)
     size = batch * (2 * t * sizes.head_dim + (t + min(t, sizes.window)) * stored)
     updates = {"codes": 0, "scales": 1}
-    return Workload(f"window_rows B={batch} t={t}", "kv_write", make, call, size, 0, _LATENT, flips, updates=updates)
+    return Workload(
+        f"window_rows B={batch} t={t}",
+        "kv_write",
+        make,
+        call,
+        size,
+        0,
+        _LATENT,
+        flips,
+        updates=updates,
+        unit="row",
+        units=batch * t,
+    )

@@ -73,6 +73,8 @@ def _scores(sizes: Sizes, batch: int, each: int) -> Workload:
         tolerance=_SCORES,
         part=part,
         large=batch == sizes.many,
+        unit="key",
+        units=batch * n,
     )
 
 
@@ -90,7 +92,16 @@ def _select(sizes: Sizes, batch: int, n: int) -> Workload:
 
     size = 4 * batch * (n + sizes.index_topk)
     return Workload(
-        f"select B={batch} N={n}", "indexer", make, call, size, 0, part=lambda a: a[:16], large=batch == sizes.many
+        f"select B={batch} N={n}",
+        "indexer",
+        make,
+        call,
+        size,
+        0,
+        part=lambda a: a[:16],
+        large=batch == sizes.many,
+        unit="row",
+        units=batch,
     )
 
 
@@ -103,7 +114,8 @@ def _candidate_blocks(sizes: Sizes, batch: int, n: int) -> Workload:
         return indexer.candidate_blocks(*a, block=sizes.block, topk=sizes.topk_blocks, implementation=implementation)
 
     size = 4 * batch * (n + min(sizes.topk_blocks, n // sizes.block))
-    return Workload(f"candidate_blocks B={batch} N={n}", "indexer", make, call, size, 0)
+    name = f"candidate_blocks B={batch} N={n}"
+    return Workload(name, "indexer", make, call, size, 0, unit="row", units=batch)
 
 
 def _pool(sizes: Sizes, key: Array, batch: int, each: int) -> Array:
@@ -143,6 +155,8 @@ def _candidate_scores(sizes: Sizes, batch: int) -> Workload:
         flops=2 * entries * sizes.index_heads * sizes.index_dim,
         tolerance=_SCORES,
         part=part,
+        unit="query",
+        units=batch,
     )
 
 
@@ -156,4 +170,5 @@ def _select_candidates(sizes: Sizes, batch: int) -> Workload:
         return indexer.select_candidates(*a, sizes.index_topk, block=sizes.block, implementation=implementation)
 
     size = 4 * batch * (sizes.topk_blocks * (sizes.block + 1) + sizes.index_topk)
-    return Workload(f"select_candidates B={batch} P={sizes.topk_blocks}", "indexer", make, call, size, 0)
+    name = f"select_candidates B={batch} P={sizes.topk_blocks}"
+    return Workload(name, "indexer", make, call, size, 0, unit="row", units=batch)

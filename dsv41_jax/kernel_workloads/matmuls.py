@@ -71,6 +71,8 @@ def _experts(sizes: Sizes, n: int) -> Workload:
         flops=2 * n * k * weights,
         tolerance=_EXPERTS,
         large=True,
+        unit="weight",
+        units=min(experts, n * k) * weights,  # as many experts as there can be: the schedule counts tiles for all
     )
 
 
@@ -109,4 +111,6 @@ def _linear(name: str, out: int, k: int, groups: int, n: int, layers: int) -> Wo
         bytes=out * k * (1024 + 1) // 1024 + 2 * n * (groups * k + out),
         flops=2 * n * out * k,
         tolerance=_LINEAR,
+        unit="weight",
+        units=out * k,
     )

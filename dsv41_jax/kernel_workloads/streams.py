@@ -54,6 +54,8 @@ def _connect(sizes: Sizes, n: int) -> Workload:
         bytes=n * d * 2 * (2 * c + 2) + 4 * rows * c * d,
         flops=2 * n * rows * c * d,
         tolerance=_CONNECT,
+        unit="token",
+        units=n,
     )
 
 
@@ -68,4 +70,4 @@ def _expand(sizes: Sizes, n: int) -> Workload:
         return mhc.expand(*a, implementation=implementation)
 
     size = n * d * 2 * (2 * c + 1)
-    return Workload(f"expand n={n}", "mhc", make, call, size, 0, tolerance=(2.0**-7, 2.0**-12))
+    return Workload(f"expand n={n}", "mhc", make, call, size, 0, tolerance=(2.0**-7, 2.0**-12), unit="token", units=n)

@@ -44,6 +44,7 @@ class Workload:
             compared with the first rows of each array of the result.
         updates: names of arguments that a call updates in place, and the number of the result that each becomes.
         large: takes gigabytes.
+        unit, units: what a call's cost is divided by, and how many of them a call has.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Workload:
     part: Callable[[Any], Any] | None = None
     updates: dict[str, int] = dataclasses.field(default_factory=dict)
     large: bool = False
+    unit: str = "call"
+    units: int = 1
 
     def jitted(self, implementation: str) -> Callable[[Any], Any]:
         """`call`, compiled; what it updates is donated."""
