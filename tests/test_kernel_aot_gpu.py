@@ -62,5 +62,6 @@ def test_compiles_without_copies(target, name, monkeypatch):
     compiled = aot.compile_for_gpu(
         target, lambda old, rest: work.call({**rest, **old} if old else rest, "gpu"), updated, rest, donate=0
     )
-    assert "__gpu$xla.gpu.triton" in compiled.as_text()
+    if not name.startswith("mhc expand"):  # elementwise: left to XLA
+        assert "__gpu$xla.gpu.triton" in compiled.as_text()
     check_program(compiled, forbidden_bytes(work, arguments))

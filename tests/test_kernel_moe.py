@@ -147,6 +147,19 @@ def test_wider_storages(storage: str) -> None:
     compare(np.stack([rng.permutation(5)[:3] for _ in range(19)]), storage)
 
 
+def test_experts_of_other_devices_give_zeros() -> None:
+    rng = np.random.default_rng(6)
+    chosen = np.stack([rng.permutation(EXPERTS)[:3] for _ in range(19)])
+    away = np.sort(np.where(chosen < 3, EXPERTS, chosen), -1)
+    compare(away)
+    x, weights = tokens(19, 3)
+    for implementation in ("reference", "interpret"):
+        out = run(x, jnp.asarray(away, jnp.int32), weights, 1, "fp4", implementation)
+        np.testing.assert_array_equal(np.any(np.asarray(out, np.float32), axis=-1), away < EXPERTS)
+        none = run(x, jnp.full((19, 3), EXPERTS, jnp.int32), weights, 1, "fp4", implementation)
+        assert not none.any()
+
+
 def test_one_token() -> None:
     compare(np.asarray([[5]]))
 

@@ -78,14 +78,15 @@ def experts(
 
     Args:
         x: bf16 [n, D], not quantised.
-        chosen: int32 [n, k], 0 <= expert < E, all different in a row. weights: float32 [n, k].
+        chosen: int32 [n, k], 0 <= expert <= E, ascending; E stands for an expert of another device. weights: float32
+            [n, k].
         w1, w3: leaves [L, E, inter, D] in one of the storages above. w2: [L, E, D, inter].
         layer: index into L.
         limit: SwiGLU's clamp; 0 for none.
         implementation: see `pallas_kernels.implementation`.
 
     Returns:
-        bf16 [n, k, D].
+        bf16 [n, k, D]; zeros for experts of other devices.
 
     Raises:
         KernelError: an argument the kernel does not take.
@@ -109,12 +110,15 @@ def experts(
     for name, leaf, rows, columns in (("w1", w1, inter, d), ("w3", w3, inter, d), ("w2", w2, d, inter)):
         _check_leaf(name, leaf, kind, layers, n_experts, rows, columns)
 
+    arguments = x, chosen, weights, w1, w3, w2, layer
     if chosen_by == "reference":
-        return reference.experts(x, chosen, weights, w1, w3, w2, layer, limit, _TEMPORARY_BYTES)
-    if chosen_by == "gpu":
+        out = reference.experts(*arguments, limit, _TEMPORARY_BYTES)
+    elif chosen_by == "gpu":
         from pallas_kernels.moe import gpu
 
-        return gpu.experts(x, chosen, weights, w1, w3, w2, layer, limit=limit, interpret=False)
-    from pallas_kernels.moe import tpu
+        out = gpu.experts(*arguments, limit=limit, interpret=False)
+    else:
+        from pallas_kernels.moe import tpu
 
-    return tpu.experts(x, chosen, weights, w1, w3, w2, layer, limit=limit, interpret=chosen_by == "interpret")
+        out = tpu.experts(*arguments, limit=limit, interpret=chosen_by == "interpret")
+    return jnp.where((chosen < n_experts)[..., None], out, jnp.bfloat16(0))

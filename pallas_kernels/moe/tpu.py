@@ -90,7 +90,7 @@ def _call(finish, x: Array, leaves: tuple[Leaf, ...], weight: Array | None, *, g
     steps = n // columns
 
     def tile(j, i, layer, expert, used):
-        return jnp.minimum(i, used[0] - 1)
+        return jnp.minimum(i, jnp.maximum(used[0] - 1, 0))
 
     def rows(j, i, *scalars):
         return tile(j, i, *scalars), 0, 0
