@@ -14,20 +14,18 @@ from jax import Array
 from dsv41_jax.norms import rms_scale
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 from pallas_kernels import mhc
+from pallas_kernels.mhc.reference import coefficients, sinkhorn
 
-
-def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
-    """Doubly stochastic [C, C, n] from logits [C, C, n] (source, destination, token), float32; ends on a column
-    pass.
-    """
-    m = jax.nn.softmax(logits, axis=1) + eps
-    m = m / (jnp.sum(m, axis=0, keepdims=True) + eps)
-
-    def normalise(_, m):
-        m = m / (jnp.sum(m, axis=1, keepdims=True) + eps)
-        return m / (jnp.sum(m, axis=0, keepdims=True) + eps)
-
-    return jax.lax.fori_loop(0, iterations - 1, normalise, m)
+__all__ = [
+    "HyperConnection",
+    "coefficients",
+    "collapse",
+    "connect",
+    "expand",
+    "identity_mix",
+    "sinkhorn",
+    "stream_mean",
+]
 
 
 class HyperConnection(nn.Module):
@@ -55,20 +53,6 @@ class HyperConnection(nn.Module):
         *lead, c, d = x.shape
         v = x.astype(jnp.float32).reshape(*lead, c * d)
         return project_rows(v, fn.astype(jnp.float32)) * rms_scale(v, self.norm_eps)
-
-
-def coefficients(
-    mix: Array, base: Array, scale: Array, c: int, iterations: int, hc_eps: float
-) -> tuple[Array, Array, Array]:
-    """pre, post and comb from mix [..., (2+C)C]; see `HyperConnection`."""
-    lead = mix.shape[:-1]
-    mix = mix.reshape(-1, mix.shape[-1])
-    pre = jax.nn.sigmoid(mix[:, :c] * scale[0] + base[:c]) + hc_eps
-    post = 2.0 * jax.nn.sigmoid(mix[:, c : 2 * c] * scale[1] + base[c : 2 * c])
-    logits = mix[:, 2 * c :] * scale[2] + base[2 * c :]
-    comb = sinkhorn(logits.T.reshape(c, c, -1), iterations, hc_eps)  # tokens last: vector lanes
-    comb = jnp.moveaxis(comb, -1, 0)
-    return pre.reshape(*lead, c), post.reshape(*lead, c), comb.reshape(*lead, c, c)
 
 
 def identity_mix(shape: tuple[int, ...], c: int) -> Array:

@@ -10,3 +10,6 @@
 A package per operation: `__init__` checks arguments and selects, `reference` says what is right, `tpu` (Mosaic) and
 `gpu` (Triton) compute it. `implementation` holds the choice, `schedule` reads the TPU compiler's schedule.
 """
+
+# The two packages import each other's modules. Beginning with this one in every case, there is one order of imports.
+import dsv41_jax  # noqa: F401

@@ -4,13 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dsv41_jax.numerics import RELEASED, project_rows, row_sum
-
-
-def rms_scale(x: Array, eps: float) -> Array:
-    """rsqrt(mean(x^2) + eps) over the last axis of float32 x, kept as an axis of one."""
-    mean = row_sum(jnp.square(x))[..., None] / x.shape[-1]
-    return jax.lax.rsqrt(mean + jnp.float32(eps))
+from dsv41_jax.norms import rms_scale
+from dsv41_jax.numerics import RELEASED, project_rows
 
 
 def expand(x: Array, u: Array, post: Array, comb: Array) -> Array:
