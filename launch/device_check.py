@@ -22,26 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dsv41_jax import kernel_workloads
 from dsv41_jax.kernel_workloads import OPERATIONS, Workload
-
-_ROUNDS = 3  # the best of them counts
-_ROUND_SECONDS = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """What the device does: bytes copied and bf16 FLOPs a second, and seconds of a call that computes nothing."""
-
-    copy: float
-    matmul: float
-    call: float
-
-    def bound(self, work: Workload) -> float:
-        """Seconds that a workload takes at least."""
-        return max(work.bytes / self.copy, work.flops / self.matmul)
+from dsv41_jax.kernel_workloads.timing import Roofline, best_seconds, roofline
 
 
 @dataclasses.dataclass
@@ -57,38 +41,6 @@ class Row:
     fraction: float | None = None
     host_bound: bool = False
     error: str = ""
-
-
-def best_seconds(
-    call: Callable[[Any], Any], state: Any, again: Callable[[Any, Any], Any] = lambda state, _: state
-) -> float:
-    """Seconds of a call that runs back to back; `again` makes the next call's arguments of these and the result."""
-
-    def run(state: Any, count: int) -> tuple[float, Any]:
-        start = time.perf_counter()
-        for _ in range(count):
-            out = call(state)
-            state = again(state, out)
-        jax.block_until_ready(out)
-        return time.perf_counter() - start, state
-
-    _, state = run(state, 1)  # compiles
-    once, state = run(state, 1)
-    count = max(2, min(200, round(_ROUND_SECONDS / max(once, 1e-6))))
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        seconds, state = run(state, count)
-        best = min(best, seconds / count)
-    return best
-
-
-def roofline(tiny: bool) -> Roofline:
-    """Measure the device."""
-    numbers, side = (1 << 20, 256) if tiny else (1 << 29, 8192)
-    copy = best_seconds(jax.jit(lambda x: x + 1), jnp.zeros(numbers, jnp.int32))
-    square = jnp.ones((side, side), jnp.bfloat16)
-    matmul = best_seconds(jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32)), square)
-    return Roofline(8 * numbers / copy, 2 * side**3 / matmul, best_seconds(jax.jit(lambda x: x + 1), jnp.zeros(8)))
 
 
 def check(work: Workload, key: jax.Array, implementation: str) -> tuple[Row, Callable[[Any], Any], Any]:
@@ -162,10 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = jax.devices()[0]
     print(f"{device.platform} {device.device_kind}, jax {jax.__version__}, seed {seed}")
     line = roofline(tiny)
-    print(
-        f"measured: copy {line.copy / 1e9:.0f} GB/s, bf16 matmul {line.matmul / 1e12:.1f} TFLOP/s, "
-        f"empty call {line.call * 1e6:.0f} us"
-    )
+    print(f"measured: {line}")
     print(f"{'operation':<17} {'inputs':<32} {'max error':<18} {'ms':>10} {'GB/s':>9} {'bound':>6}")
     rows = []
     for number, work in enumerate(kernel_workloads.workloads("tiny" if tiny else "released", flags.ops)):
