@@ -26,17 +26,18 @@ _TILES_AT_ONCE = 60  # of 128 x 128 weights in a loop's body: enough to hide wha
 def scratch(height: int, k: int, columns: int) -> list:
     """What `multiply` needs: the left operand, and scales as float32."""
     depth = k // LANES
-    rows = _BLOCKS * height if height <= _FEW_ROWS else height
-    return [
-        pltpu.VMEM((depth, rows, LANES), jnp.bfloat16),
-        pltpu.VMEM((columns // LANES, _BLOCKS * depth, LANES), jnp.float32),
-    ]
+    if height <= _FEW_ROWS:
+        lhs = depth, _BLOCKS * height, LANES
+    else:  # newer matrix units are 256 deep
+        pair = 2 if depth % 2 == 0 else 1
+        lhs = depth // pair, height, pair * LANES
+    return [pltpu.VMEM(lhs, jnp.bfloat16), pltpu.VMEM((columns // LANES, _BLOCKS * depth, LANES), jnp.float32)]
 
 
 def multiply(x, matrices: list, sums: list, lhs, factors) -> None:
     """sums[i] float32 [M, columns] = x bf16 [1, M, K] times matrices[i], a pair of references to words and scales
     [1, 1, rows, columns]."""
-    height, depth = x.shape[1], x.shape[2] // LANES
+    height, depth = x.shape[1], lhs.shape[0]
     few = lhs.shape[1] > height
     _spread_rows(x, lhs)
     columns = sums[0].shape[1] // LANES
@@ -63,11 +64,11 @@ def multiply(x, matrices: list, sums: list, lhs, factors) -> None:
 
 
 def _spread_rows(x, lhs) -> None:
-    """lhs[t] = columns 128 t .. of x, times 2^14; for few rows block diagonal: rows j * M + m hold block j of row m."""
-    height = x.shape[1]
-    lane = jax.lax.broadcasted_iota(jnp.int32, (height, LANES), 1)
+    """lhs[t] = 128 or 256 columns of x, times 2^14; for few rows block diagonal: row j * M + m is block j of row m."""
+    height, width = x.shape[1], lhs.shape[2]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (height, width), 1)
     for t in range(lhs.shape[0]):
-        part = x[0, :, t * LANES : (t + 1) * LANES].astype(jnp.float32) * E5M2_UNIT
+        part = x[0, :, t * width : (t + 1) * width].astype(jnp.float32) * E5M2_UNIT
         if lhs.shape[1] > height:
             part = jnp.concatenate([jnp.where(lane >> 5 == j, part, 0.0) for j in range(_BLOCKS)])
         lhs[t] = part.astype(jnp.bfloat16)
@@ -113,15 +114,15 @@ def _few(words, lhs, factors, g: Array, t: Array, acc: tuple, *, together: int) 
 
 
 def _many(words, lhs, factors, g: Array, t: Array, acc: tuple, *, together: int) -> tuple:
-    """acc + the products of 128 values of K, by widened weights."""
-    depth = lhs.shape[0]
-    halves = _halves(words, g, t, together)
-    out = []
-    for c, total in enumerate(acc):
-        here = slice(c * LANES, (c + 1) * LANES)
-        wide = []
-        for j in range(_BLOCKS):
-            part = halves[j // 2][j % 2 * 32 : j % 2 * 32 + 32, here].astype(jnp.float32)
-            wide.append((part * factors[g * together + c, pl.ds(j * depth + t, 1), :]).astype(jnp.bfloat16))
-        out.append(total + jnp.dot(lhs[t], jnp.concatenate(wide), preferred_element_type=jnp.float32))
-    return tuple(out)
+    """acc + the products of 128 or 256 values of K, by widened weights."""
+    pair, depth = lhs.shape[2] // LANES, factors.shape[1] // _BLOCKS
+    wide = []
+    for tile in [t * pair + p for p in range(pair)]:
+        for number, half in enumerate(_halves(words, g, tile, together)):
+            for block in range(2):
+                j = 2 * number + block
+                rows = [factors[g * together + c, pl.ds(j * depth + tile, 1), :] for c in range(together)]
+                part = half[32 * block : 32 * block + 32].astype(jnp.float32)
+                wide.append((part * jnp.concatenate(rows, axis=1)).astype(jnp.bfloat16))
+    total = jnp.dot(lhs[t], jnp.concatenate(wide), preferred_element_type=jnp.float32)
+    return tuple(a + total[:, c * LANES : (c + 1) * LANES] for c, a in enumerate(acc))
