@@ -9,6 +9,7 @@ One device of a kind for now.
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,12 @@ def compile_for(
     """`function` compiled for one device of a TPU generation from pytrees of `ShapeDtypeStruct`."""
     sharding = one_chip(generation)
     specs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), specs)
-    return jax.jit(function, donate_argnums=donate).lower(*specs).compile()
+    with jax.set_mesh(sharding.mesh):  # kernels ask which generation they are for
+        lowered = jax.jit(function, donate_argnums=donate).lower(*specs)
+    with warnings.catch_warnings():
+        # The persistent cache keeps programs that only their device could load again.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        return lowered.compile()
 
 
 @dataclasses.dataclass(frozen=True)

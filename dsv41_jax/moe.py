@@ -145,7 +145,8 @@ class MoE(nn.Module):
         tiled = jnp.concatenate([rows, jnp.zeros((1, d), rows.dtype)])[source].reshape(-1, height, d)
         tiled_weights = jnp.zeros(slots, jnp.float32).at[position].set(weights, mode="drop", unique_indices=True)
         inputs = (tiled, tiled_weights.reshape(-1, height, 1), tile_expert)
-        leaves = self.experts(d)
+        shapes = {"w1": (self.inter, d), "w3": (self.inter, d), "w2": (d, self.inter)}
+        leaves = {name: moe_kernels.as_released(leaf, *shapes[name]) for name, leaf in self.experts(d).items()}
 
         def run(x: Array, weight: Array, expert: Array) -> Array:
             return self._expert(x, leaves, weight, "fp4", expert)

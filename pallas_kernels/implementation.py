@@ -1,10 +1,10 @@
 """Who computes an operation: the reference or a kernel.
 
-    auto        the kernel of the default backend (TPU, CUDA GPU), else the reference; reported once by logging
-    reference   plain jax.numpy, everywhere
-    tpu         the Mosaic kernel; also for ahead-of-time compilation on a machine without a TPU
-    gpu         the Triton kernel; likewise
-    interpret   the TPU kernel, interpreted on any machine: slow, for tests
+auto        the kernel of the default backend (TPU, CUDA GPU), else the reference; reported once by logging
+reference   plain jax.numpy, everywhere
+tpu         the Mosaic kernel; also for ahead-of-time compilation on a machine without a TPU
+gpu         the Triton kernel; likewise
+interpret   the TPU kernel, interpreted on any machine: slow, for tests
 """
 
 import functools
@@ -37,7 +37,7 @@ def automatic() -> str:
 
 
 def resolve(operation: str, implementation: str) -> str:
-    """"reference", "tpu", "gpu" or "interpret" for an operation; KernelError for an unknown name."""
+    """ "reference", "tpu", "gpu" or "interpret" for an operation; KernelError for an unknown name."""
     try:
         check(implementation)
     except KernelError as error:

@@ -65,7 +65,8 @@ def aot_cases() -> list[Case]:
             return scores_and_selection(entries, *arrays)
 
         specs = scoring_specs(b, t, n, entries, sources)
-        cases.append(Case(f"indexer_{name}", full, specs, min(codes, scores) // 2))
+        most = scores + (4 << 20)  # the scores themselves are handed on
+        cases.append(Case(f"indexer_{name}", full, specs, min(codes, scores) // 2, temporary_bytes=most))
 
         def in_pool(*arrays, entries=entries):
             return selection_in_pool(entries, *arrays)

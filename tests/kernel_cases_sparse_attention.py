@@ -45,5 +45,8 @@ def aot_cases() -> list[Case]:
         forbidden = min(ROWS * 512, ring[0].size) if layers > 1 else ROWS * 512
         for padded in (False, True):
             kind = "padded " if padded else ""
-            cases.append(Case(f"sparse_attention {kind}{name}", _attention(padded), specs, forbidden))
+            handed = 160 << 20  # gathered words
+            cases.append(
+                Case(f"sparse_attention {kind}{name}", _attention(padded), specs, forbidden, temporary_bytes=handed)
+            )
     return cases

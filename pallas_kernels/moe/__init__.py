@@ -16,9 +16,9 @@ from jax import Array
 
 from pallas_kernels.implementation import KernelError, resolve
 from pallas_kernels.moe import reference
-from pallas_kernels.moe.pack import as_bf16, as_fp8, pack, padded, scale_rows, unpack
+from pallas_kernels.moe.pack import as_bf16, as_fp8, as_released, pack, padded, scale_rows, unpack
 
-__all__ = ["as_bf16", "as_fp8", "experts", "pack", "storage", "unpack"]
+__all__ = ["as_bf16", "as_fp8", "as_released", "experts", "pack", "storage", "unpack"]
 
 _TEMPORARY_BYTES = 64 * 2**20  # of matrices that the reference widens at a time
 
@@ -29,7 +29,7 @@ def _require(condition: bool, argument: str, given: object, allowed: str) -> Non
 
 
 def storage(leaf: dict[str, Array], name: str = "leaf") -> str:
-    """"fp4" (packed), "fp4_released", "fp8" or "bf16"; KernelError for any other leaf."""
+    """ "fp4" (packed), "fp4_released", "fp8" or "bf16"; KernelError for any other leaf."""
     kinds = {key: str(x.dtype) for key, x in leaf.items()}
     known = {
         ("scales", "words"): {("int32", "int32"): "fp4"},

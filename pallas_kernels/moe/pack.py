@@ -90,6 +90,19 @@ def unpack(leaf: dict[str, Array]) -> dict[str, Array]:
     return {"weight": quant.pack_fp4(codes), "scale": jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)}
 
 
+def as_released(leaf: dict[str, Array], n: int, k: int) -> dict[str, Array]:
+    """A leaf of logical shape [..., N, K] with a scale for every 32 of K, as `quant.dequantize_weight` reads it."""
+    if "words" in leaf:
+        released = unpack(leaf)
+        return {
+            "weight": released["weight"][..., :n, : k // 2],
+            "scale": released["scale"][..., :n, : k // quant.BLOCK],
+        }
+    if "scale" in leaf and leaf["scale"].shape[-1] != k // quant.BLOCK:  # one for each row
+        return {**leaf, "scale": jnp.broadcast_to(leaf["scale"], (*leaf["scale"].shape[:-1], k // quant.BLOCK))}
+    return leaf
+
+
 def as_bf16(leaf: dict[str, Array]) -> dict[str, Array]:
     """The bf16 form {"weight" [..., N, K]} of released FP4 weights (exact)."""
     return {"weight": quant.dequantize_weight(leaf, jnp.bfloat16)}
