@@ -20,7 +20,9 @@ from pallas_kernels.moe.pack import E5M2_UNIT, LANES
 _FEW_ROWS = 16
 _BLOCKS = 4  # of 32 values of K, in 128
 _WORDS = 16  # rows of words that hold 128 values of K
-_TILES_AT_ONCE = 60  # of 128 x 128 weights in a loop's body: enough to hide what starts and ends a matmul
+# Of weights, 128 x 128, in a loop's body: enough to hide what starts and ends a matmul. Many rows hide it by themselves.
+_TILES_AT_ONCE = 60
+_ROWS_AT_ONCE = 2048  # times tiles (or pairs of them)
 
 
 def scratch(height: int, k: int, columns: int) -> list:
@@ -42,7 +44,7 @@ def multiply(x, matrices: list, sums: list, lhs, factors) -> None:
     _spread_rows(x, lhs)
     columns = sums[0].shape[1] // LANES
     together = max(c for c in (1, 2, 3, 4, 5) if columns % c == 0)
-    most = _TILES_AT_ONCE if few else max(together, 8 * _TILES_AT_ONCE // height)  # many rows hide it by themselves
+    most = _TILES_AT_ONCE if few else max(together, _ROWS_AT_ONCE // height)
     unroll = max(u for u in range(1, depth + 1) if depth % u == 0 and u * together <= most)
     for (words, scales), total in zip(matrices, sums, strict=True):
         _factors(scales, factors)
