@@ -2,8 +2,7 @@
 streams.
 
 A sublayer (attention or FFN) reads one collapsed stream and its output is spread over all of them. The collapse weights
-lag by one
-sublayer: what a sublayer reads was mixed by the weights of the sublayer before it, and its own `pre` is handed on.
+lag by one sublayer: what a sublayer reads was mixed by the weights of the sublayer before it, and its own `pre` is handed on.
 """
 
 import flax.linen as nn
@@ -14,7 +13,7 @@ from jax import Array
 from dsv41_jax.norms import rms_scale
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 from pallas_kernels import mhc
-from pallas_kernels.mhc.reference import coefficients, sinkhorn
+from pallas_kernels.mhc.reference import coefficients
 
 __all__ = [
     "HyperConnection",
@@ -23,7 +22,6 @@ __all__ = [
     "connect",
     "expand",
     "identity_mix",
-    "sinkhorn",
     "stream_mean",
 ]
 
