@@ -2,7 +2,8 @@
 streams.
 
 A sublayer (attention or FFN) reads one collapsed stream and its output is spread over all of them. The collapse weights
-lag by one sublayer: what a sublayer reads was mixed by the weights of the sublayer before it, and its own `pre` is handed on.
+lag by one sublayer: what a sublayer reads was mixed by the weights of the sublayer before it, and its own `pre` is
+handed on.
 """
 
 import flax.linen as nn
