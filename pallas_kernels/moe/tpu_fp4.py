@@ -20,7 +20,7 @@ from pallas_kernels.moe.pack import E5M2_UNIT, LANES
 _FEW_ROWS = 16
 _BLOCKS = 4  # of 32 values of K, in 128
 _WORDS = 16  # rows of words that hold 128 values of K
-# Of weights, 128 x 128, in a loop's body: enough to hide what starts and ends a matmul. Many rows hide it by themselves.
+# Of weights, 128 x 128, in a loop's body: enough to hide what starts and ends a matmul. Many rows hide it anyway.
 _TILES_AT_ONCE = 60
 _ROWS_AT_ONCE = 2048  # times tiles (or pairs of them)
 
