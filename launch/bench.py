@@ -270,13 +270,15 @@ def kernels_static(flags: argparse.Namespace) -> None:
         if cost.error:
             lines.append(f"{start} does not compile | | {cost.error} |")
             continue
-        each = (
-            f"{1 / cost.each:,.0f} {cost.work.unit}s a bundle"
-            if cost.each < 0.1
-            else f"{cost.each:,.2f} a {cost.work.unit}"
-        )
+        total = sum(filter(None, cost.bundles.values()))
+        if None in cost.bundles.values():
+            counted = f"{total:,} and loops whose length depends on the data |"
+        elif cost.each < 0.1:
+            counted = f"{total:,} | {1 / cost.each:,.0f} {cost.work.unit}s a bundle"
+        else:
+            counted = f"{total:,} | {cost.each:,.2f} a {cost.work.unit}"
         known = [f"{name} {'?' if n is None else f'{n:,}'}" for name, n in cost.bundles.items()]
-        lines.append(f"{start} {sum(filter(None, cost.bundles.values())):,} | {each} | {', '.join(known[:4])} |")
+        lines.append(f"{start} {counted} | {', '.join(known[:4])} |")
     print("\n".join(lines))
     if flags.loops:
         for cost in costs:
@@ -322,7 +324,9 @@ def main(argv: list[str] | None = None) -> None:
         metavar="TPU",
         help="bundles from the TPU compiler's schedule",
     )
-    two.add_argument("--loops", type=int, default=0, help="with --static: print the loops of this many programs")
+    two.add_argument(
+        "--loops", type=int, default=1, help="with --static: programs whose loops are printed (default: 1)"
+    )
     two.add_argument("--json", action="store_true", help="print JSON instead of a table")
     flags = parser.parse_args(argv)
     compile_cache.enable()

@@ -1,9 +1,15 @@
 """The benchmark: how numbers are put together, and (slow) that it runs."""
 
 import json
+import subprocess
+import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from dsv41_jax.kernel_workloads import Workload
+from dsv41_jax.kernel_workloads.timing import Roofline
 from launch import bench
 
 
@@ -44,3 +50,26 @@ def test_generate_runs(capsys):
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert all((row["accepted"] is None) == ("no drafts" in row["how"] or row["kind"] == "prefill") for row in rows)
     assert found["machine"]["cpu"] and found["settings"]["prompt_tokens"] == 80
+
+
+def test_a_kernel_is_timed_beside_its_reference():
+    x = jnp.ones((4, 4))
+    work = Workload("double", "mhc", lambda key: x, lambda a, how: 2 * a if how == "tpu" else a + a, 1000, 0)
+    row = bench.kernel_row(work, jax.random.key(0), "tpu", Roofline(copy=1e6, matmul=1.0, call=1e-5))
+    assert row["ratio"] == pytest.approx(row["reference_ms"] / row["kernel_ms"])
+    assert row["of_bound"] == pytest.approx(1e-3 / (row["kernel_ms"] / 1e3)) and not row["reference_of_a_part"]
+
+
+def test_kernels_on_a_cpu_are_tiny_and_say_so(capsys):
+    bench.main(["kernels", "--ops", "mhc"])
+    text = capsys.readouterr().out
+    assert "the times say nothing about accelerators" in text
+    assert "| mhc | connect n=2 |" in text and "measured: copy" in text
+
+
+def test_bundles_without_a_tpu():
+    """In a process of its own: schedules are dumped by a process that asks for it before it uses libtpu."""
+    command = [sys.executable, bench.__file__, "kernels", "--static", "v5e", "--ops", "mhc"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "| mhc | connect n=64 | v5e |" in text and " a token |" in text
+    assert "connect n=64, v5e: mhc_connect" in text and "loop x " in text

@@ -4,9 +4,11 @@ Bundles rank variants of a kernel. They are about cycles without stalls, and no 
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,8 +22,8 @@ class StaticCost:
     """A workload's schedule on one TPU generation.
 
     Attributes:
-        bundles: of a call by program, on all cores together; None where the schedule does not say how often a loop
-            runs.
+        bundles: of a call by program, on all cores together, the most first; None where it depends on the data how
+            often a loop runs.
         each: bundles for one of the workload's units, of the programs whose bundles are known.
         error: why it did not compile, if it did not.
     """
@@ -45,6 +47,10 @@ def _bundles(program: schedule.Program) -> int | None:
         return None
 
 
+def _call(work: Workload, old: dict, rest: Any) -> Any:
+    return work.call({**rest, **old} if old else rest, "tpu")
+
+
 def static_costs(generations: list[str], works: list[Workload]) -> Iterator[StaticCost]:
     """Compile every workload for every generation and read its schedule. In a process that has not used libtpu yet.
 
@@ -56,12 +62,15 @@ def static_costs(generations: list[str], works: list[Workload]) -> Iterator[Stat
         schedule.dump_to(folder)
         for work in works:
             arguments = jax.eval_shape(work.make, jax.random.key(0))
+            old = {name: arguments.pop(name) for name in work.updates}  # updated in place
             for generation in generations:
                 try:
-                    compile_for(generation, lambda a, work=work: work.call(a, "tpu"), arguments)
+                    compile_for(generation, functools.partial(_call, work), old, arguments, donate=0)
                 except Exception as error:  # one that does not fit must not hide the others
                     yield StaticCost(generation, work, error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
                     schedule.take(folder)
                     continue
                 programs = [p for p in schedule.take(folder) if not p.name.startswith(("TLP", "<"))]
-                yield StaticCost(generation, work, {p.name: _bundles(p) for p in programs}, programs)
+                bundles = {p.name: _bundles(p) for p in programs}
+                programs.sort(key=lambda p: (bundles[p.name] is None, bundles[p.name]), reverse=True)
+                yield StaticCost(generation, work, {p.name: bundles[p.name] for p in programs}, programs)
