@@ -67,6 +67,7 @@ def test_kernels_on_a_cpu_are_tiny_and_say_so(capsys):
     assert "| mhc | connect n=2 |" in text and "measured: copy" in text
 
 
+@pytest.mark.slow
 def test_bundles_without_a_tpu():
     """In a process of its own: schedules are dumped by a process that asks for it before it uses libtpu."""
     command = [sys.executable, bench.__file__, "kernels", "--static", "v5e", "--ops", "mhc"]
