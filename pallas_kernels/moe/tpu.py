@@ -153,7 +153,7 @@ def _kernel(finish, matrices: int, packed: bool, weighted: bool, layer, expert, 
 def _plain(x: Array, matrix: Array, scale: Array | None) -> Array:
     """x [M, K] times matrix [N, K] and scale [1, N], if any -> float32 [M, N]."""
     contract = (((1,), (1,)), ((), ()))
-    total = jax.lax.dot_general(x, matrix.astype(jnp.bfloat16), contract, preferred_element_type=jnp.float32)
+    total = jax.lax.dot_general(x, matrix, contract, preferred_element_type=jnp.float32)
     return total if scale is None else total * scale
 
 
