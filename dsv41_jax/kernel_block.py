@@ -175,7 +175,11 @@ def attend_everything(q: Array, stored: rings.Ring, exists: Array, sink: Array, 
     position = jnp.where(exists, jnp.arange(n), -1)
     at = jnp.full(q.shape[:2], n - 1, jnp.int32)
     window = sparse_attention.WindowKeys(stored["codes"][None], stored["scales"][None], 0, position)
-    return sparse_attention.attend(q, at, window, None, sink, width=n, implementation=numerics.implementation)
+    options = {"width": n, "implementation": numerics.implementation}
+    # In parts of few queries: the rows of a longer block would have to be the queries' own, in order.
+    tiles = [slice(first, first + FEW_TOKENS) for first in range(0, q.shape[1], FEW_TOKENS)]
+    parts = [sparse_attention.attend(q[:, tile], at[:, tile], window, None, sink, **options) for tile in tiles]
+    return jnp.concatenate(parts, axis=1)
 
 
 def key_store(numerics: Numerics) -> type[CachedBlock]:

@@ -1,34 +1,64 @@
-"""Parameters in the forms that kernels read: routed experts in the storages of `pallas_kernels.moe`."""
+"""What kernels ask of a model: sizes of its configuration, and routed experts in the forms of `pallas_kernels.moe`."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dsv41_jax.config import ModelConfig
 from pallas_kernels import moe
 from pallas_kernels.implementation import KernelError
 
 
-def pack_params(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters with the experts of all layers and draft blocks in kernel forms; other leaves are the same arrays.
+def check_config(config: ModelConfig, implementation: str) -> None:
+    """Refuse a configuration whose sizes the kernels do not take: KernelError naming all of them.
 
-    FP4 keeps its bytes; FP8 gets one scale a row instead of one for 32 weights. A leaf at a time exists in both forms,
-    if the caller drops the old tree.
+    Every operation checks its own arguments; this says it before anything is loaded.
+    """
+    gpu = implementation == "gpu"  # its cache writes take powers of two
+    head, index, block = config.head_dim, config.index_head_dim, config.candidate_block_size
+    rules = (
+        ("head_dim", 64 <= head <= 512 and head % 32 == 0, "a multiple of 32 from 64 to 512"),
+        ("head_dim", not gpu or head & (head - 1) == 0, "a power of two on a GPU"),
+        ("index_head_dim", index in (32, 64, 96, 128), "32, 64, 96 or 128"),
+        ("index_head_dim", not gpu or index != 96, "a power of two on a GPU"),
+        ("candidate_block_size", not block or 64 % block == 0, "a divisor of 64"),
+        ("hc_mult", 2 <= config.hc_mult <= 4, "2, 3 or 4"),
+        ("compress_ratios", max(config.compress_ratios) <= 2, "0, 1 and 2"),
+    )
+    wrong = [f"{name}={getattr(config, name)} (kernels take {allowed})" for name, holds, allowed in rules if not holds]
+    if wrong:
+        raise KernelError(
+            f"implementation={implementation!r} does not take this model: {'; '.join(wrong)}. "
+            'Load it with implementation="reference"'
+        )
+
+
+def pack_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Put the experts of all layers and draft blocks into kernel forms, in place; other leaves stay as they are.
+
+    FP4 keeps its bytes (scales are padded a little); FP8 gets one scale a row instead of one for 32 weights. One leaf
+    exists in both forms at a time.
+
+    Returns:
+        `params`, changed.
 
     Raises:
         KernelError: FP8 experts whose scales differ too much within a row; names the leaf.
     """
 
-    def visit(path: str, tree: Any) -> Any:
-        if not isinstance(tree, dict):
-            return tree
-        inner = {name: f"{path}.{name}" for name in tree}
-        if path.endswith(".experts"):
-            return {name: _packed(inner[name], leaf) for name, leaf in tree.items()}
-        return {name: visit(inner[name], part) for name, part in tree.items()}
+    def visit(path: str, tree: dict[str, Any]) -> None:
+        for name in list(tree):
+            inner = f"{path}.{name}" if path else name
+            if path.endswith(".experts"):
+                tree[name] = _packed(inner, tree.pop(name))
+            elif isinstance(tree[name], dict):
+                visit(inner, tree[name])
 
-    return {name: visit(name, part) for name, part in params.items()}
+    visit("", params)
+    return params
 
 
 def _packed(path: str, leaf: dict[str, Array]) -> dict[str, Array]:
@@ -45,14 +75,14 @@ def _packed(path: str, leaf: dict[str, Array]) -> dict[str, Array]:
     return packed
 
 
-# A layer at a time: unpacked values take several times the bytes.
+# An expert at a time: unpacked values take several times the bytes.
 
 
 @jax.jit
 def _pack_layers(leaf: dict[str, Array]) -> dict[str, Array]:
-    return jax.lax.map(moe.pack, leaf)
+    return jax.lax.map(functools.partial(jax.lax.map, moe.pack), leaf)
 
 
 @jax.jit
 def _rescale_layers(leaf: dict[str, Array]) -> tuple[dict[str, Array], Array]:
-    return jax.lax.map(moe.as_fp8, leaf)
+    return jax.lax.map(functools.partial(jax.lax.map, moe.as_fp8), leaf)

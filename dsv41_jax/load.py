@@ -17,7 +17,7 @@ from dsv41_jax.checkpoint.save_released import TOKEN_MAP_FILE
 from dsv41_jax.engram_hash import EngramHasher
 from dsv41_jax.engram_prefetch import PrefetchingTable
 from dsv41_jax.generate import Model
-from dsv41_jax.kernel_params import pack_params
+from dsv41_jax.kernel_params import check_config, pack_params
 from dsv41_jax.runner import Runner
 from dsv41_jax.token_map import compressed_token_map
 from dsv41_jax.tokenizer import Tokenizer
@@ -79,6 +79,8 @@ def load(
     folder = _find(path, revision)
     source = open_folder(folder)
     config = source.config
+    if chosen.kernels:
+        check_config(config, chosen.implementation)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     hasher, tables = None, {}
     if config.engram_layer_ids:

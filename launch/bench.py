@@ -226,6 +226,8 @@ def kernels(flags: argparse.Namespace) -> None:
     implementation = resolve("bench", "auto") if accelerator else "interpret"
     line = roofline(tiny=not accelerator)
     facts = machine() | {"implementation": implementation}
+    if not accelerator:
+        facts["note"] = "no accelerator: tiny sizes, kernels interpreted; the times say nothing about accelerators"
     works = workloads("released" if accelerator else "tiny", flags.ops)
     works = [work for work in works if not (flags.quick and work.large)]
     rows = [
@@ -237,8 +239,6 @@ def kernels(flags: argparse.Namespace) -> None:
         return
     print(", ".join(f"{name}: {value}" for name, value in facts.items()))
     print(f"measured: {line}")
-    if not accelerator:
-        print("no accelerator: tiny sizes, kernels interpreted; the times say nothing about accelerators")
     lines = ["| op | workload | reference ms | kernel ms | ratio | of the bound |", "|---|---|---|---|---|---|"]
     for row in rows:
         part = " (first rows only)" if row["reference_of_a_part"] else ""

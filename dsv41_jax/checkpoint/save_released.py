@@ -114,6 +114,11 @@ def check_leaves(names: NameMap, leaves: dict[LeafPath, jax.Array], source: Tens
     for path, leaf in leaves.items():
         dotted = ".".join(path)
         wanted = {form[path] for form in forms if path in form}
+        if not wanted and path[-1] in ("words", "scales"):
+            raise CheckpointError(
+                f"params.{dotted}: packed for kernels, which is no form to write; load the model with "
+                'implementation="reference"'
+            )
         if not wanted:
             raise CheckpointError(f"params.{dotted}: the configuration has no such tensor")
         wanted |= {(shape, np.dtype(jnp.bfloat16)) for shape, dtype in wanted if dtype == np.float32}

@@ -81,6 +81,8 @@ class Workload:
         error, worst, flips = 0.0, 0.0, 0
         for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             mine = mine[: right.shape[0]]
+            if mine.shape != right.shape:
+                raise ValueError(f"{self.name}: the result is {mine.shape}, the reference's {right.shape}")
             if jnp.issubdtype(right.dtype, jnp.integer):
                 flips += int(_unequal(mine, right))
             else:
@@ -101,4 +103,5 @@ def _apart(got: Array, want: Array, relative: float, absolute: float) -> tuple[A
     difference = jnp.where(got == want, 0.0, jnp.abs(got - want))
     difference = jnp.where(jnp.isfinite(difference), difference, jnp.inf)
     allowed = jnp.maximum(relative * jnp.abs(want) + absolute, 1e-30)
-    return jnp.max(difference), jnp.max(jnp.where(difference > 0, difference / allowed, 0.0))
+    apart = jnp.where(difference > 0, difference / allowed, 0.0)
+    return jnp.max(difference), jnp.max(jnp.where(jnp.isnan(apart), jnp.inf, apart))
