@@ -52,7 +52,11 @@ def test_it_writes_english(demo: ds.Model):
 
 
 def test_the_readme_command_prints_the_continuation(demo: ds.Model, capsys, monkeypatch):
-    monkeypatch.setattr(ds, "load", lambda name, numerics: {("demo", "released"): demo}[name, numerics])
+    monkeypatch.setattr(
+        ds,
+        "load",
+        lambda name, numerics, implementation: {("demo", "released", "auto"): demo}[name, numerics, implementation],
+    )
     generate.main(["--prompt", "The Lord is", "--max_new_tokens", "8", "--temperature", "0"])
     assert (
         capsys.readouterr().out == "The Lord is" + demo.generate("The Lord is", max_new_tokens=8, temperature=0) + "\n"
@@ -61,7 +65,7 @@ def test_the_readme_command_prints_the_continuation(demo: ds.Model, capsys, monk
 
 def test_the_command_answers_a_chat(demo: ds.Model, capsys, monkeypatch):
     """No chat is in the demo's training text, so it answers with a sermon; the way there and back is the same."""
-    monkeypatch.setattr(ds, "load", lambda name, numerics: demo)
+    monkeypatch.setattr(ds, "load", lambda name, **_: demo)
     options = {"max_new_tokens": 9, "temperature": 0.7, "min_p": 0.1, "seed": 3, "stop": ["."]}
     flags = ["--max_new_tokens=9", "--temperature=0.7", "--min_p=0.1", "--seed=3", "--stop=."]
     for thinking in ("none", "7"):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dsv41_jax import aot, kernel_workloads
-from kernel_cases import check_program
+from kernel_cases import Case, check_program
 from pallas_kernels.sparse_attention import gpu as sparse_attention_gpu
 
 pytestmark = pytest.mark.slow
@@ -64,4 +64,5 @@ def test_compiles_without_copies(target, name, monkeypatch):
     )
     if not name.startswith("mhc expand"):  # elementwise: left to XLA
         assert "__gpu$xla.gpu.triton" in compiled.as_text()
-    check_program(compiled, forbidden_bytes(work, arguments))
+    donated = (0,) if work.updates else ()
+    check_program(compiled, Case(name, work.call, (), forbidden_bytes(work, arguments), donated))

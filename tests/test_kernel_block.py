@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dsv41_jax as ds
 from dsv41_jax import csa2, quant, rings
 from dsv41_jax.blocks import Sharing, csa2_attention
 from dsv41_jax.cache import CacheArrays, zero_arrays
 from dsv41_jax.kernel_block import attend_everything, key_store
+from dsv41_jax.kernel_params import pack_params
 from dsv41_jax.layer_loop import pick
 from dsv41_jax.numerics import RELEASED
+from dsv41_jax.runner import Runner
 from layer_by_layer import layers
+from tiny_golden import assert_rms, prompt
 
 BY_KERNELS = dataclasses.replace(RELEASED, implementation="auto")
 BATCH, MAX_LEN, BLOCK = 3, 512, 16
@@ -122,3 +126,42 @@ def test_drafts_see_everything(size):
         got = np.asarray(attend_everything(q, stored, exists, sink, numerics), np.float32)
         # The keys of a query stand in another order: p may be rounded to the other neighbour, then the result.
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-8)
+
+
+@pytest.fixture(scope="module")
+def by_kernels(tiny) -> ds.Model:
+    """Tiny model A whose operations are all called as kernels are."""
+    runner = tiny("released")._runner
+    other = Runner(runner.config, BY_KERNELS, runner.params, runner.hasher, runner.tables)
+    other.prefill_block = runner.prefill_block
+    return ds.Model(other, None)
+
+
+@pytest.mark.slow
+def test_a_whole_model(tiny, by_kernels):
+    """Encoder-only prefill of ragged rows, decoding, a rewind, a verify block, drafts: the rolled layer loop."""
+    ids = prompt("long")[:, :70].repeat(2, axis=0)
+    lengths = np.array([70, 37])
+    logits = {}
+    for name, model in (("reference", tiny("released")), ("kernels", by_kernels)):
+        found, cache = model.prefill(ids, lengths, mode="ced")
+        seen = [found]
+        for token in (5, 6):
+            found, cache = model.decode(cache, np.array([token, token + 1]))
+            seen.append(found)
+        found, cache = model.decode(cache.rewind(lengths), np.array([[5, 6, 7], [8, 9, 10]]))
+        seen += [found[:, 0], found[:, 2], model.draft(cache, np.array([11, 12]))[1][:, 0]]
+        logits[name] = np.stack([np.asarray(x, np.float32) for x in seen])
+    assert_rms(logits["kernels"], logits["reference"], 0.05, argmax=0.9)
+    np.testing.assert_array_equal(logits["kernels"][0], logits["reference"][0])
+
+
+@pytest.mark.slow
+def test_loss_of_packed_parameters(tiny, by_kernels):
+    """The cacheless forward is the reference's, whatever the parameters were packed for."""
+    runner = by_kernels._runner
+    packed = jax.tree.map(lambda x: x, runner.params)
+    model = ds.Model(Runner(runner.config, BY_KERNELS, pack_params(packed), runner.hasher, runner.tables), None)
+    assert "words" in model.params["layers"]["ffn"]["experts"]["w1"]
+    ids = prompt("short")
+    assert float(model.loss(ids)) == float(tiny("released").loss(ids))
