@@ -15,7 +15,6 @@ from dsv41_jax.compressor import Compressor
 from dsv41_jax.csa2 import Attention
 from dsv41_jax.layer_plan import Run
 from dsv41_jax.numerics import FEW_TOKENS, Numerics
-from dsv41_jax.pages import LANES
 from dsv41_jax.rope import angles, layer_frequencies
 from pallas_kernels import indexer, kv_write, sparse_attention
 
@@ -148,11 +147,9 @@ class KernelBlock(CachedBlock):
         entries = None
         if selection is not None:
             layout = self.layouts[run.ratio]
-            page, place = self.places(run.ratio, jnp.maximum(selection, 0))
-            word = place * layout.main_words
-            row = jnp.where(selection >= 0, page * layout.main_rows + word // LANES, -1)
+            row, lane = layout.main_start(*self.places(run.ratio, jnp.maximum(selection, 0)))
             words = state.main_kv[f"r{run.ratio}"]["words"]
-            entries = sparse_attention.Entries(words, slot, row, word % LANES)
+            entries = sparse_attention.Entries(words, slot, jnp.where(selection >= 0, row, -1), lane)
         return sparse_attention.attend(
             q,
             self.positions,

@@ -62,8 +62,8 @@ def entry_places(pages_of: PageLayout, table: Array, selection: Array) -> tuple[
     """Row and lane int32 [B, t, K] at which the selected entries (-1: none) of page tables [B, n] begin."""
     entry = jnp.maximum(selection, 0)
     page = jnp.take_along_axis(table[:, None], entry // pages_of.entries, axis=-1)
-    word = entry % pages_of.entries * pages_of.main_words
-    return jnp.where(selection >= 0, page * pages_of.main_rows + word // LANES, -1), word % LANES
+    row, lane = pages_of.main_start(page, entry % pages_of.entries)
+    return jnp.where(selection >= 0, row, -1), lane
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

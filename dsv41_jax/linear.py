@@ -39,6 +39,14 @@ def stored_leaf(module: nn.Module, shape: tuple[int, ...]) -> dict[str, Array]:
     return {"weight": module.param("weight", nn.initializers.normal(0.02), shape)}
 
 
+def kernel_linear(x: Array, leaf: dict[str, Array], numerics: Numerics) -> Array:
+    """x [..., in] times an FP8 leaf [out, in], or one stacked over layers with its "layer", by a kernel; x is quantised
+    there.
+    """
+    weights = {name: part for name, part in leaf.items() if name != "layer"}
+    return quantized_linear.linear(x, weights, leaf.get("layer"), implementation=numerics.implementation)
+
+
 class Linear(nn.Module):
     """x [..., in] -> [..., features] in the activation dtype.
 
@@ -56,8 +64,7 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         leaf = stored_leaf(self, (self.features, x.shape[-1]))
         if self.numerics.kernels and "scale" in leaf:
-            layer = leaf.pop("layer", None)
-            return quantized_linear.linear(x, leaf, layer, implementation=self.numerics.implementation)
+            return kernel_linear(x, leaf, self.numerics)
         if self.quantized and self.numerics.quantize_activations:
             x = quant.fake_q8(x)
         matrix = weight_matrix(leaf, self.numerics, "fp8" if self.quantized else None)

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax import quant
-from dsv41_jax.linear import stored_leaf, weight_matrix
+from dsv41_jax.linear import kernel_linear, stored_leaf, weight_matrix
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 from dsv41_jax.tiles import TEMPORARY_BYTES
 from pallas_kernels import moe as moe_kernels
-from pallas_kernels import quantized_linear
 
 _SCORES = {
     "sqrtsoftplus": lambda s: jnp.sqrt(jax.nn.softplus(s)),
@@ -126,14 +125,9 @@ class MoE(nn.Module):
         routed = moe_kernels.experts(
             rows, experts, weights, w1, w3, w2, layer, limit=self.limit, implementation=implementation
         )
-
-        def linear(x: Array, leaf: dict) -> Array:
-            leaf = dict(leaf)
-            return quantized_linear.linear(x, leaf, leaf.pop("layer", None), implementation=implementation)
-
         shared = self.shared_experts(rows.shape[-1])
-        gate, up = (linear(rows, shared[name]).astype(jnp.float32) for name in ("w1", "w3"))
-        return routed, linear(self.numerics.round(swiglu(gate, up, self.limit)), shared["w2"])
+        gate, up = (kernel_linear(rows, shared[name], self.numerics).astype(jnp.float32) for name in ("w1", "w3"))
+        return routed, kernel_linear(self.numerics.round(swiglu(gate, up, self.limit)), shared["w2"], self.numerics)
 
     def _routed(self, rows: Array, experts: Array, weights: Array) -> Array:
         """[n, D] -> [n, k, D]."""

@@ -24,18 +24,11 @@ from jax import Array
 from dsv41_jax import quant
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import Numerics
+from pallas_kernels.kv_write.reference import LANES, bytes_to_words, main_words, nibbles_to_words, scale_place
 
 PAGE_TOKENS = 128
-LANES = 128
 
 Pool = dict[str, Array]
-
-
-def _nibbles_to_words(codes: Array) -> Array:
-    """Codes 0..15 [..., d] -> int32 [..., d/8]; nibble k of word w is channel k * d/8 + w."""
-    planes = codes.reshape(*codes.shape[:-1], 8, codes.shape[-1] // 8).astype(jnp.uint32)
-    shift = 4 * jnp.arange(8, dtype=jnp.uint32)[:, None]
-    return jax.lax.bitcast_convert_type(jnp.sum(planes << shift, axis=-2, dtype=jnp.uint32), jnp.int32)
 
 
 def _words_to_values(words: Array) -> Array:
@@ -43,16 +36,6 @@ def _words_to_values(words: Array) -> Array:
     shift = 4 * jnp.arange(8, dtype=jnp.uint32)[:, None]
     planes = (jax.lax.bitcast_convert_type(words, jnp.uint32)[..., None, :] >> shift) & 15
     return quant.e2m1_values(planes.reshape(*words.shape[:-1], 8 * words.shape[-1]))
-
-
-def _bytes_to_words(scales: Array) -> Array:
-    """8-bit floats [..., n] -> int32 [..., ceil(n/4)]; byte b of word w is scale b * words + w, missing ones are 0."""
-    n = scales.shape[-1]
-    words = -(-n // 4)
-    raw = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
-    raw = jnp.pad(raw, [(0, 0)] * (raw.ndim - 1) + [(0, 4 * words - n)]).reshape(*raw.shape[:-1], 4, words)
-    shift = 8 * jnp.arange(4, dtype=jnp.uint32)[:, None]
-    return jax.lax.bitcast_convert_type(jnp.sum(raw << shift, axis=-2, dtype=jnp.uint32), jnp.int32)
 
 
 def _words_to_bytes(words: Array, n: int) -> Array:
@@ -91,7 +74,7 @@ class PageLayout:
     @property
     def main_words(self) -> int:
         """int32 words of a main KV entry."""
-        return self.head_dim // 8 + -(-self.head_dim // (4 * quant.MAIN_KV_BLOCK))
+        return main_words(self.head_dim)
 
     @property
     def main_rows(self) -> int:
@@ -124,6 +107,11 @@ class PageLayout:
             "scales": jax.ShapeDtypeStruct((sources, scale_rows, LANES), jnp.int32),
         }
 
+    def main_start(self, page: Array, place: Array) -> tuple[Array, Array]:
+        """Row and lane [...] of the first word of the entries at (page, place) [...]."""
+        word = place * self.main_words
+        return page * self.main_rows + word // LANES, word % LANES
+
     def _main_place(self, page: Array, place: Array) -> tuple[Array, Array]:
         """Row and lane [..., words] of every word of the entries at (page, place) [...]."""
         word = place[..., None] * self.main_words + jnp.arange(self.main_words)
@@ -131,11 +119,7 @@ class PageLayout:
 
     def _scale_place(self, page: Array, place: Array) -> tuple[Array, Array]:
         """Row and lane [..., scale words of a key] in the index scales."""
-        size = self.index_scale_words
-        word = place[..., None] + self.entries * jnp.arange(size // self.entries)
-        together = max(1, LANES // size)  # pages that share a row
-        rows = page[..., None] // together * -(-size // LANES) + word // LANES
-        return rows, page[..., None] % together * size + word % LANES
+        return scale_place(page, place, self.entries, self.index_scale_words // self.entries)
 
     def write_main(self, pool: Pool, slot: Array | int, page: Array, place: Array, values: Array, keep: Array) -> Pool:
         """Write entries of one source.
@@ -148,7 +132,7 @@ class PageLayout:
             page = jnp.where(keep, page, pool["rows"].shape[1])
             return {"rows": pool["rows"].at[slot, page, place].set(values.astype(self.dtype), mode="drop")}
         codes, scales = quant.q4_main(values)
-        words = jnp.concatenate([_nibbles_to_words(codes), _bytes_to_words(scales)], axis=-1)
+        words = jnp.concatenate([nibbles_to_words(codes), bytes_to_words(scales)], axis=-1)
         row, lane = self._main_place(page, place)
         row = jnp.where(keep[..., None], row, pool["words"].shape[1])
         return {"words": pool["words"].at[slot, row, lane].set(words, mode="drop")}
@@ -171,12 +155,12 @@ class PageLayout:
         if not self.packed:
             return {"rows": first.at[slot, gone, place].set(keys.astype(self.dtype), mode="drop")}
         codes, scales = quant.q4_index(keys)
-        words = _nibbles_to_words(codes)
+        words = nibbles_to_words(codes)
         word = jnp.arange(words.shape[-1]) * self.entries + place[..., None]
         codes = first.at[slot, gone[..., None], word // LANES, word % LANES].set(words, mode="drop")
         row, lane = self._scale_place(page, place)
         row = jnp.where(keep[..., None], row, pool["scales"].shape[1])
-        return {"codes": codes, "scales": pool["scales"].at[slot, row, lane].set(_bytes_to_words(scales), mode="drop")}
+        return {"codes": codes, "scales": pool["scales"].at[slot, row, lane].set(bytes_to_words(scales), mode="drop")}
 
     def read_index(self, pool: Pool, slot: Array | int, pages: Array) -> Array:
         """All index keys of pages int32 [B, n], in order: [B, n * entries, di]."""

@@ -4,6 +4,7 @@ memory (or the compiler would refuse), and no pool or weight is copied around it
 Needs JAX's CUDA plugin: python -m pytest -m slow tests/test_kernel_aot_gpu.py in an environment with "dsv41-jax[cuda]".
 """
 
+import functools
 import importlib
 
 import jax
@@ -57,11 +58,8 @@ def test_compiles_without_copies(target, name, monkeypatch):
     major = aot.GPU_TARGETS[target].capability[0]
     monkeypatch.setattr(sparse_attention_gpu, "default_blocks", lambda: sparse_attention_gpu.BLOCKS[major])
     arguments = jax.eval_shape(work.make, jax.random.key(0))
-    updated = {name: arguments[name] for name in work.updates}
-    rest = {name: x for name, x in arguments.items() if name not in updated} if updated else arguments
-    compiled = aot.compile_for_gpu(
-        target, lambda old, rest: work.call({**rest, **old} if old else rest, "gpu"), updated, rest, donate=0
-    )
+    call = functools.partial(work.call_split, "gpu")
+    compiled = aot.compile_for_gpu(target, call, *work.split(arguments), donate=0)
     if not name.startswith("mhc expand"):  # elementwise: left to XLA
         assert "__gpu$xla.gpu.triton" in compiled.as_text()
     donated = (0,) if work.updates else ()

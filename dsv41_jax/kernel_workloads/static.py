@@ -8,7 +8,6 @@ import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -47,10 +46,6 @@ def _bundles(program: schedule.Program) -> int | None:
         return None
 
 
-def _call(work: Workload, old: dict, rest: Any) -> Any:
-    return work.call({**rest, **old} if old else rest, "tpu")
-
-
 def static_costs(generations: list[str], works: list[Workload]) -> Iterator[StaticCost]:
     """Compile every workload for every generation and read its schedule. In a process that has not used libtpu yet.
 
@@ -61,11 +56,10 @@ def static_costs(generations: list[str], works: list[Workload]) -> Iterator[Stat
         folder = Path(name)
         schedule.dump_to(folder)
         for work in works:
-            arguments = jax.eval_shape(work.make, jax.random.key(0))
-            old = {name: arguments.pop(name) for name in work.updates}  # updated in place
+            arguments = work.split(jax.eval_shape(work.make, jax.random.key(0)))
             for generation in generations:
                 try:
-                    compile_for(generation, functools.partial(_call, work), old, arguments, donate=0)
+                    compile_for(generation, functools.partial(work.call_split, "tpu"), *arguments, donate=0)
                 except Exception as error:  # one that does not fit must not hide the others
                     yield StaticCost(generation, work, error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
                     schedule.take(folder)

@@ -1,6 +1,7 @@
 """One thing to check and to time, and how far two results of it lie apart."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,16 +62,19 @@ class Workload:
     unit: str = "call"
     units: int = 1
 
+    def split(self, arguments: Any) -> tuple[dict[str, Any], Any]:
+        """Arguments that a call updates, to be donated, and the others."""
+        old = {name: arguments[name] for name in self.updates}
+        return old, {name: x for name, x in arguments.items() if name not in old} if old else arguments
+
+    def call_split(self, implementation: str, old: dict[str, Any], rest: Any) -> Any:
+        """`call` with what `split` gives."""
+        return self.call({**rest, **old} if old else rest, implementation)
+
     def jitted(self, implementation: str) -> Callable[[Any], Any]:
         """`call`, compiled; what it updates is donated."""
-        inner = jax.jit(lambda old, rest: self.call({**rest, **old} if old else rest, implementation), donate_argnums=0)
-
-        def run(arguments: Any) -> Any:
-            old = {name: arguments[name] for name in self.updates}
-            rest = {name: x for name, x in arguments.items() if name not in old} if old else arguments
-            return inner(old, rest)
-
-        return run
+        inner = jax.jit(functools.partial(self.call_split, implementation), donate_argnums=0)
+        return lambda arguments: inner(*self.split(arguments))
 
     def again(self, arguments: Any, result: Any) -> Any:
         """Arguments of the next call."""

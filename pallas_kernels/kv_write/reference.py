@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax import quant
-from dsv41_jax.numerics import RELEASED, row_sum
+from dsv41_jax.norms import rms_scale
+from dsv41_jax.numerics import RELEASED
 
 LANES = 128
 
@@ -15,8 +16,7 @@ LANES = 128
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x bf16 [..., d], weight [d] -> bf16 [..., d]: float32 statistics, one rounding."""
     x = x.astype(jnp.float32)
-    mean = row_sum(jnp.square(x))[..., None] / x.shape[-1]
-    return RELEASED.round(x * jax.lax.rsqrt(mean + jnp.float32(eps)) * weight.astype(jnp.float32))
+    return RELEASED.round(x * rms_scale(x, eps) * weight.astype(jnp.float32))
 
 
 def rotate_tail(x: Array, cos: Array, sin: Array) -> Array:
