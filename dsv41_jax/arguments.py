@@ -156,7 +156,7 @@ def check_cache(config: ModelConfig, numerics: "Numerics", cache: "Cache", rows:
     if cache.numerics != numerics.name:
         raise ValueError(f"the cache was made with numerics={cache.numerics!r}, this model has {numerics.name!r}")
     arrays = cache.peek()
-    if _row_state(arrays) != _expected_row_state(config, numerics, rows):
+    if _row_state(arrays) != _expected_row_state(config, numerics, len(arrays.encoder_floor)):
         raise ValueError("the cache is of another model: its windows have other shapes")
 
 

@@ -104,7 +104,13 @@ def zero_arrays(
     arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs)
     if pages is not None:
         return arrays
-    return arrays.replace(page_table=jnp.arange(arrays.page_table.size, dtype=jnp.int32).reshape(batch, -1))
+    return arrays.replace(page_table=page_tables(batch, arrays.page_table.shape[1]))
+
+
+def page_tables(batch: int, per_row: int, shards: int = 1) -> Array:
+    """int32 [batch, per_row]: every row owns the next `per_row` pages of its shard (batch / shards rows each)."""
+    rows = jnp.arange(batch, dtype=jnp.int32) % (batch // shards)
+    return rows[:, None] * per_row + jnp.arange(per_row, dtype=jnp.int32)
 
 
 def sharded_arrays(

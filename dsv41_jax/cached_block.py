@@ -30,9 +30,15 @@ _WINDOW_TILE = 64
 
 
 class CachedBlock:
-    """t tokens per row at positions start .. start + n_valid - 1; the rest is padding and writes nothing.
+    """A block of tokens per row at positions start .. start + n_valid - 1; the rest is padding and writes nothing.
+
+    Where devices split a block (`Parallel.split_block`), queries are this device's t tokens, and the keys of all are
+    gathered: every device writes the whole block into its copy of the cache.
 
     Attributes:
+        t: this device's tokens of the block. block: all of them.
+        start, n_valid: int32 [B], of the whole block.
+        positions: int32 [B, t], of this device's tokens.
         write_floor: int32 [B]; entries whose group lies wholly before it are read and never written.
         temporary_bytes: budget of the temporary arrays of scoring and attention.
     """
@@ -49,9 +55,11 @@ class CachedBlock:
         temporary_bytes: int = TEMPORARY_BYTES,
     ):
         self.config, self.numerics, self.start, self.n_valid, self.t = config, numerics, start, n_valid, t
+        self.parallel = numerics.parallel
+        self.block, self.first = t * self.parallel.parts, self.parallel.first_token(t)
         self.temporary_bytes = temporary_bytes
         self.write_floor = jnp.zeros_like(start) if write_floor is None else write_floor
-        self.positions = start[:, None] + jnp.arange(t)
+        self.positions = start[:, None] + self.first + jnp.arange(t)
         self.page_table = arrays.page_table
         self.floors = {False: arrays.encoder_floor, True: arrays.decoder_floor}
         self.layouts = {r: PageLayout.of(config, numerics, r) for r in source_ratios(config)}
@@ -68,13 +76,15 @@ class CachedBlock:
     def window(
         self, state: CacheArrays, run: Run, layer: Array | int, attention: Attention, y: Array
     ) -> tuple[CacheArrays, Any]:
-        """See `blocks.KeyStore`. The keys are those of positions start - W + 1 .. start + t - 1, in order."""
+        """See `blocks.KeyStore`. The keys are those from W - 1 positions before the first query to the last one."""
         rows = attention.window_rows(y, *self.angles(run.ratio > 0))
-        stored = rings.stored_form(rows, self.numerics)
+        stored = rings.whole_block(rings.stored_form(rows, self.numerics), self.parallel)
         count = self.config.sliding_window - 1
         before = rings.window_before(state.window, layer, self.start, count, self.numerics)
         keys = jnp.concatenate([before, rings.values_of(stored, self.numerics)], axis=1)
-        position = self.start[:, None] - count + jnp.arange(count + self.t)
+        if self.parallel.parts > 1:
+            keys = jax.lax.dynamic_slice_in_dim(keys, self.first, count + self.t, axis=1)
+        position = self.positions[:, :1] - count + jnp.arange(count + self.t)
         exists = position >= jnp.maximum(self.floors[run.decoder], 0)[:, None]
         ring = rings.write_window(state.window, layer, stored, self.start, self.n_valid)
         return state.replace(window=ring), (keys, exists)
@@ -95,17 +105,17 @@ class CachedBlock:
         ratio, name = compressor.ratio, f"r{compressor.ratio}"
         variables = {"params": params}
         first = self.start // ratio  # the group that holds the block's first token
-        groups = (self.t + ratio - 1) // ratio  # no more can become complete, wherever the block starts
+        groups = (self.block + ratio - 1) // ratio  # no more can become complete, wherever the block starts
         number = first[:, None] + jnp.arange(groups)
         if ratio == 1:
-            raw = compressor.apply(variables, y, method="unpooled")
+            raw = self.parallel.gather_block(compressor.apply(variables, y, method="unpooled"))
         else:
-            values, gates = compressor.apply(variables, y, method="project")
+            values, gates = map(self.parallel.gather_block, compressor.apply(variables, y, method="project"))
             state, values = self._with_tail(state, "tail_values", name, slot, values, ratio)
             state, gates = self._with_tail(state, "tail_gates", name, slot, gates, ratio)
             # Row k of the joined rows belongs to position start - (ratio - 1) + k.
             row = number[..., None] * ratio + jnp.arange(ratio) - (self.start[:, None, None] - (ratio - 1))
-            row = jnp.clip(row, 0, self.t + ratio - 2).reshape(row.shape[0], -1, 1)
+            row = jnp.clip(row, 0, self.block + ratio - 2).reshape(row.shape[0], -1, 1)
             shape = (row.shape[0], groups, ratio, values.shape[-1])
             raw = compressor.apply(
                 variables,

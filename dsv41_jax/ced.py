@@ -87,47 +87,109 @@ def prompts_of(
     return [Prompt(*(x[:n] for x in row)) for *row, n in zip(token_ids, mask, embeds, lengths, strict=True)]
 
 
-def read_row(
-    runner: Runner, cache: Cache, row: int, prompt: Prompt, reading: Reading, write_floor: int, all_logits: bool
-) -> tuple[Array, CacheArrays]:
-    """Read one row's prompt into the cache's arrays (they are spent), block by block.
+@dataclasses.dataclass(frozen=True)
+class RowWork:
+    """What to read into a row of the cache: a prompt, how, and the first token whose entries are written."""
+
+    prompt: Prompt
+    reading: Reading
+    write_floor: int = 0
+
+
+def read_rows(
+    runner: Runner, cache: Cache, work: dict[int, RowWork], all_logits: bool
+) -> tuple[dict[int, Array], CacheArrays]:
+    """Read prompts into rows of the cache's arrays (they are spent), block by block.
+
+    One row at a time; on a mesh, where every device has rows of its own, all together.
 
     Returns:
-        logits [1, V] of the last token, or [tokens read by all layers, V]; and the arrays.
+        by row, logits [1, V] of the last token, or [tokens read by all layers, V]; and the arrays.
     """
-    arrays, size = cache.take(), runner.prefill_block
-    rows = None
-    if runner.hasher is not None:
-        mask = None if prompt.image_mask is None else prompt.image_mask[None]
-        rows = runner.hasher(prompt.ids[None], mask)[0]
+    arrays, together = cache.take(), runner.mesh is not None
+    logits = {}
+    for rows in [sorted(work)] if together else [[row] for row in sorted(work)]:
+        blocks = _Blocks(runner, {row: work[row] for row in rows}, len(cache.lengths) if together else None)
+        read, arrays = blocks.read(arrays, all_logits)
+        logits |= read
+    return logits, arrays
 
-    def part(x: np.ndarray | None, block: tuple[str, int, int], axis: int = 0) -> np.ndarray | None:
-        """A block of x along an axis; its last row is repeated up to the static length, and counts for nothing."""
-        if x is None:
-            return None
-        return np.take(x, np.minimum(np.arange(block[1], block[1] + size), block[2] - 1), axis)
 
-    pieces, blocks = [], list(reading.blocks(size))
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
-        layers, first, stop = block
-        memory = runner.engram_input(part(rows, block, axis=2))
-        if after is not None and rows is not None:
-            runner.announce_engram(part(rows, after, axis=2))
-        logits, arrays = runner.step(
-            arrays,
-            part(prompt.ids, block)[None],
-            np.array([first]),
-            np.array([stop - first]),
-            memory,
-            *(None if x is None else part(x, block)[None] for x in (prompt.image_mask, prompt.image_embeds)),
-            first=row,
-            write_floor=np.array([write_floor]),
-            layers=layers,
-            all_logits=all_logits,
-        )
-        if layers == "all":
-            pieces.append(np.asarray(logits)[0, : stop - first] if all_logits else logits)
-    return (np.concatenate(pieces) if all_logits else pieces[-1]), arrays
+class _Blocks:
+    """The blocks of some rows, side by side: each row's last one is in the last step.
+
+    Args:
+        batch: rows of the cache, where a step takes all of them; None where it takes one row, the only one of `work`.
+    """
+
+    def __init__(self, runner: Runner, work: dict[int, RowWork], batch: int | None):
+        self.runner, self.work = runner, work
+        self.rows = list(work) if batch is None else list(range(batch))
+        self.first = self.rows[0] if batch is None else None
+        blocks = {row: list(w.reading.blocks(runner.prefill_block)) for row, w in work.items()}
+        self.steps: list[tuple[str, dict[int, tuple[int, int]]]] = []
+        for layers in ("encoder", "all"):
+            own = {row: [b[1:] for b in all_blocks if b[0] == layers] for row, all_blocks in blocks.items()}
+            longest = max(map(len, own.values()))
+            for i in range(-longest, 0):
+                self.steps.append((layers, {row: mine[i] for row, mine in own.items() if len(mine) >= -i}))
+        self.hashed = {}
+        if runner.hasher is not None:
+            for row, w in work.items():
+                mask = None if w.prompt.image_mask is None else w.prompt.image_mask[None]
+                self.hashed[row] = runner.hasher(w.prompt.ids[None], mask)[0][:, 0]
+        self.with_images = any(w.prompt.image_mask is not None for w in work.values())
+
+    def part(self, of: dict[int, np.ndarray], place: dict[int, tuple[int, int]], axis: int = 0) -> np.ndarray:
+        """A step's part of something of each row, along an axis, stacked by rows before it. The last token of a part is
+        repeated up to the static length, and counts for nothing; idle rows repeat the first row's.
+        """
+        size, parts = self.runner.prefill_block, []
+        for row in self.rows:
+            source = row if row in place else next(iter(place))
+            first, stop = place[source]
+            parts.append(np.take(of[source], np.minimum(np.arange(first, first + size), stop - 1), axis))
+        return np.stack(parts, axis)
+
+    def engram_rows(self, step: int) -> np.ndarray | None:
+        """Row numbers [layers, B, t, columns] of a step; None without Engram."""
+        return self.part(self.hashed, self.steps[step][1], 1) if self.hashed else None
+
+    def read(self, arrays: CacheArrays, all_logits: bool) -> tuple[dict[int, Array], CacheArrays]:
+        """Run all steps; see `read_rows`."""
+        runner, prompts = self.runner, {row: w.prompt for row, w in self.work.items()}
+        pieces: dict[int, list] = {row: [] for row in self.work}
+        for number, (layers, place) in enumerate(self.steps):
+            memory = runner.engram_input(self.engram_rows(number), arrays)
+            if number + 1 < len(self.steps) and self.hashed:
+                runner.announce_engram(self.engram_rows(number + 1))
+            mask = embeds = None
+            if self.with_images:
+                mask = self.part({row: p.image_mask for row, p in prompts.items()}, place)
+                embeds = self.part({row: p.image_embeds for row, p in prompts.items()}, place)
+            spans = [place.get(row, (0, 0)) for row in self.rows]
+            logits, arrays = runner.step(
+                arrays,
+                self.part({row: p.ids for row, p in prompts.items()}, place),
+                np.array([first for first, _ in spans]),
+                np.array([stop - first for first, stop in spans]),
+                memory,
+                mask,
+                embeds,
+                first=self.first,
+                write_floor=np.array([self.work[row].write_floor if row in self.work else 0 for row in self.rows]),
+                layers=layers,
+                all_logits=all_logits,
+            )
+            if layers == "encoder":
+                continue
+            if all_logits:
+                logits = np.asarray(logits)
+            for i, row in enumerate(self.rows):
+                if row in place:
+                    own = logits[i, : place[row][1] - place[row][0]] if all_logits else logits
+                    pieces[row].append(own if all_logits or self.first is not None else logits[i : i + 1])
+        return {row: np.concatenate(own) if all_logits else own[-1] for row, own in pieces.items()}, arrays
 
 
 def prefill(
@@ -139,7 +201,7 @@ def prefill(
     mode: str,
     all_logits: bool,
 ) -> tuple[Array, Cache]:
-    """Read prompts into a new cache, row by row.
+    """Read prompts into a new cache.
 
     Returns:
         logits float32 [B, V] at each row's last token, or [B, T, V] (NaN where there are none: past a row's length, and
@@ -148,24 +210,23 @@ def prefill(
     config, (batch, longest) = runner.config, token_ids.shape
     cache = runner.new_cache(batch, max_len)
     readings = [Reading.of(config, mode, int(n)) for n in lengths]
-    floors = jnp.asarray(np.array([r.split for r in readings], np.int32))
-    cache.arrays = cache.arrays.replace(decoder_floor=floors)
-    last = []
-    everything = np.full((batch, longest, config.vocab_size), np.nan, np.float32) if all_logits else None
-    history = cache.history
-    for row, (prompt, reading) in enumerate(zip(prompts_of(runner, token_ids, lengths, images), readings, strict=True)):
-        logits, cache.arrays = read_row(runner, cache, row, prompt, reading, 0, all_logits)
-        if all_logits:
-            everything[row, reading.split : reading.end] = logits
-        else:
-            last.append(logits)
-        if history is not None:
-            history[row] = history_after(runner, prompt)
-    lengths = np.asarray(lengths, np.int32)
     floor = np.array([reading.split for reading in readings], np.int32)
-    cache = dataclasses.replace(cache, lengths=lengths, written=lengths, floor=floor)
+    rows = len(cache.arrays.decoder_floor)
+    cache.arrays = cache.arrays.replace(decoder_floor=runner.put(floor, rows))
+    prompts = prompts_of(runner, token_ids, lengths, images)
+    work = {row: RowWork(*both) for row, both in enumerate(zip(prompts, readings, strict=True))}
+    logits, arrays = read_rows(runner, cache, work, all_logits)
+    history = cache.history
+    if history is not None:
+        history[:] = [history_after(runner, prompt) for prompt in prompts]
+    lengths = np.asarray(lengths, np.int32)
+    cache = dataclasses.replace(cache, arrays=arrays, lengths=lengths, written=lengths, floor=floor)
     if all_logits:
+        everything = np.full((batch, longest, config.vocab_size), np.nan, np.float32)
+        for row, reading in enumerate(readings):
+            everything[row, reading.split : reading.end] = logits[row]
         return jax.device_put(everything), cache  # jnp.asarray would compile a copy for every shape
+    last = [logits[row] for row in range(batch)]
     return (last[0] if batch == 1 else jnp.concatenate(last)), cache
 
 
@@ -213,6 +274,8 @@ def resume(
     """
     config, n = runner.config, len(token_ids)
     check_mode("ced", config)
+    if runner.mesh is not None:
+        raise ValueError("resume: adopting a prefix is not part of this version on a mesh; prefill the whole prompt")
     width = config.sliding_window
     if not width < hit < n:
         raise ValueError(
@@ -268,7 +331,7 @@ def resume(
         page_table=jnp.asarray(tables), encoder_floor=jnp.asarray(floors[0]), decoder_floor=jnp.asarray(floors[1])
     )
     cache = dataclasses.replace(cache, arrays=arrays)
-    logits, arrays = read_row(runner, cache, row, prompt, reading, hit, all_logits)
+    logits, arrays = read_rows(runner, cache, {row: RowWork(prompt, reading, hit)}, all_logits)
     lengths, written, history = cache.lengths.copy(), cache.written.copy(), cache.history
     lengths[row] = written[row] = n
     floor = cache.floor.copy()
@@ -278,7 +341,7 @@ def resume(
     if history is not None:
         history = history.copy()
         history[row] = history_after(runner, prompt)
-    return logits, dataclasses.replace(
+    return logits[row], dataclasses.replace(
         cache, arrays=arrays, lengths=lengths, written=written, history=history, floor=floor
     )
 

@@ -36,17 +36,18 @@ class Attention(nn.Module):
     def setup(self):
         self.wq_a = Linear(self.q_lora, self.numerics)
         self.q_norm = RMSNorm(self.eps, self.numerics)
-        self.wq_b = Linear(self.heads * self.head_dim, self.numerics)
+        parallel = self.numerics.parallel
+        self.wq_b = Linear(parallel.share(self.heads * self.head_dim), self.numerics)
         self.wkv = Linear(self.head_dim, self.numerics)
         self.kv_norm = RMSNorm(self.eps, self.numerics)
         self.attn_sink = self.param("attn_sink", nn.initializers.zeros, (self.heads,))
-        self.wo_a = GroupedLinear(self.o_groups, self.o_lora, self.numerics)
-        self.wo_b = Linear(self.hidden, self.numerics)
+        self.wo_a = GroupedLinear(self.o_groups // parallel.tensor, self.o_lora, self.numerics)
+        self.wo_b = Linear(parallel.share(self.hidden), self.numerics)
 
     def queries(self, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         """y [B, t, D], angles [B, t, rope/2] -> low-rank qr [B, t, q_lora] and rotated q [B, t, H, d]."""
         qr = self.q_norm(self.wq_a(y))
-        q = self.wq_b(qr)
+        q = self.numerics.parallel.by_columns(self.wq_b, qr, self.heads * self.head_dim)
         q = q.reshape(*q.shape[:-1], self.heads, self.head_dim)
         return qr, rotate_tail(q, cos[..., None, :], sin[..., None, :], self.numerics)
 
@@ -65,7 +66,10 @@ class Attention(nn.Module):
     def output(self, o: Array, cos: Array, sin: Array) -> Array:
         """o [B, t, H, d] -> [B, t, D]: rotated back, grouped low-rank map, output projection."""
         o = rotate_tail(o, cos[..., None, :], sin[..., None, :], self.numerics, inverse=True)
-        return self.wo_b(self.wo_a(o.reshape(*o.shape[:-2], self.heads * self.head_dim)))
+        o = o.reshape(*o.shape[:-2], self.heads * self.head_dim)
+        parallel = self.numerics.parallel
+        low_rank = self.wo_a(parallel.rows_to_columns(o))  # a device's groups, of the rows of its tensor group
+        return parallel.from_columns(self.wo_b, low_rank, self.hidden)
 
 
 class GroupedLinear(nn.Module):

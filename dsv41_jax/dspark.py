@@ -5,6 +5,7 @@ feeds the anchor token and noise tokens through the blocks; a low-rank Markov he
 says, left to right.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,13 +23,16 @@ from dsv41_jax.linear import Linear
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, project_rows
 from dsv41_jax.rope import angles, layer_frequencies
+from dsv41_jax.vocabulary import by_vocabulary, embed_ids, logits_of
 
 
 def main_input(config: ModelConfig, numerics: Numerics, params: Params, taps: dict[int, Array]) -> Array:
     """The draft blocks' input for each token: tapped means {layer: [B, t, D]} -> [B, t, D]."""
     joined = jnp.concatenate([taps[layer] for layer in config.taps], axis=-1)
     mtp = params["mtp"]
-    projected = Linear(config.hidden_size, numerics).apply({"params": mtp["main_proj"]}, joined)
+    linear = Linear(numerics.parallel.share(config.hidden_size), numerics)
+    project = functools.partial(linear.apply, {"params": mtp["main_proj"]})
+    projected = numerics.parallel.by_columns(project, joined, config.hidden_size)
     return RMSNorm(config.rms_norm_eps, numerics).apply({"params": mtp["main_norm"]}, projected)
 
 
@@ -50,10 +54,11 @@ def seed_windows(
 ) -> CacheArrays:
     """Add a block's tokens to every draft window."""
     x = main_input(config, numerics, params, taps)
-    positions = start[:, None] + jnp.arange(x.shape[1])
+    positions = start[:, None] + numerics.parallel.first_token(x.shape[1]) + jnp.arange(x.shape[1])
 
     def seed(ring: rings.Ring, m: Array) -> tuple[rings.Ring, None]:
         rows = rings.stored_form(window_rows(config, numerics, params, m, x, positions), numerics)
+        rows = rings.whole_block(rows, numerics.parallel)
         return rings.write_window(ring, m, rows, start, n_valid), None
 
     ring, _ = jax.lax.scan(seed, arrays.draft_window, jnp.arange(config.n_draft))
@@ -85,7 +90,7 @@ def draft_hidden(
     positions = start[:, None] + jnp.arange(size)
     cos, sin = angles(positions, layer_frequencies(config, False))
     module = attention_module(config, numerics)
-    embedded = params["embed"]["weight"][ids].astype(numerics.dtype)
+    embedded = embed_ids(config, numerics, params, ids)
     x = jnp.broadcast_to(embedded[:, :, None], (b, size, config.hc_mult, config.hidden_size))
     pre = hc.identity_mix((b, size), config.hc_mult)
     n = window_mask.shape[-1]
@@ -118,14 +123,13 @@ def draft_hidden(
 
 def base_logits(config: ModelConfig, numerics: Numerics, params: Params, hidden: Array) -> Array:
     """Logits before the Markov bias: [..., D] -> float32 [..., V]."""
-    h = RMSNorm(config.rms_norm_eps, numerics).apply({"params": params["mtp"]["norm"]}, hidden)
-    return project_rows(h, params["head"]["weight"].astype(numerics.dtype))
+    return logits_of(config, numerics, params, hidden, params["mtp"]["norm"])
 
 
-def markov(numerics: Numerics, params: Params, previous: Array) -> tuple[Array, Array]:
+def markov(config: ModelConfig, numerics: Numerics, params: Params, previous: Array) -> tuple[Array, Array]:
     """Embedding [..., rank] and logit bias float32 [..., V] of the previous token ids [...]."""
     e = params["mtp"]["markov_head"]["embed"]["weight"][previous].astype(numerics.dtype)
-    return e, project_rows(e, params["mtp"]["markov_head"]["head"]["weight"].astype(numerics.dtype))
+    return e, by_vocabulary(config, numerics, params["mtp"]["markov_head"]["head"], e)
 
 
 def confidence(params: Params, hidden: Array, embedding: Array) -> Array:
@@ -168,7 +172,7 @@ def draft(
     keys = key if key.ndim else jax.random.split(key, anchor.shape[0])
 
     def propose(previous: Array, i: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-        e, bias = markov(numerics, params, previous)
+        e, bias = markov(config, numerics, params, previous)
         logits = base[:, i] + bias
         warm = logits / jnp.maximum(temperature, 1e-6)
         sampled = jax.vmap(lambda k, row: jax.random.categorical(jax.random.fold_in(k, i), row))(keys, warm)

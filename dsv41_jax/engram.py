@@ -22,12 +22,15 @@ from dsv41_jax import quant
 from dsv41_jax.linear import Linear
 from dsv41_jax.norms import rms_scale
 from dsv41_jax.numerics import Numerics, row_sum
+from dsv41_jax.parallel import AXES, CONTEXT, Parallel
 
 if TYPE_CHECKING:
     from dsv41_jax.config import ModelConfig
 
 # The root is taken of at least this, so that its slope stays finite where stream and key are orthogonal.
 _MIN_DOT = 1e-6
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def gather_rows(table: dict[str, Array], ids: Array, numerics: Numerics) -> Array:
@@ -42,10 +45,59 @@ def gather_rows(table: dict[str, Array], ids: Array, numerics: Numerics) -> Arra
         [..., width] in the activation dtype. Gathering comes first, so nothing of the table's size is made; the index
         counts rows, which int32 holds, not numbers, which it does not.
     """
-    rows = {name: leaf.at[ids].get(mode="promise_in_bounds") for name, leaf in table.items()}
+    if numerics.parallel.devices == 1:
+        rows = {name: leaf.at[ids].get(mode="promise_in_bounds") for name, leaf in table.items()}
+    else:
+        rows = {name: distant_rows(numerics.parallel, leaf, ids) for name, leaf in table.items()}
     if numerics.quantize_weights and "scale" not in rows:
         return quant.fake_quantize_weight("fp8_rows", rows["weight"]).astype(numerics.dtype)
     return quant.dequantize_weight(rows, numerics.dtype)
+
+
+def distant_rows(parallel: Parallel, share: Array, ids: Array) -> Array:
+    """Rows of a table that is split over all devices.
+
+    Args:
+        share: this device's rows [rows / devices, width]. ids: int32 [b, ...] of this device's tokens, counted in the
+            whole table.
+
+    Returns:
+        [b, ..., width]. Every device reads what it holds of the rows that any device wants; the parts are summed as
+        integers, of which only one is not zero.
+    """
+    axes, held = parallel.token_axes, share.shape[0]
+    wanted = jax.lax.all_gather(ids, axes, axis=0, tiled=True) - jax.lax.axis_index(AXES) * held
+    here = (wanted >= 0) & (wanted < held)
+    rows = share.at[jnp.where(here, wanted, 0)].get(mode="promise_in_bounds")
+    part = jnp.where(here[..., None], as_words(rows), 0)
+    return from_words(sum_parts(parallel, part), share.dtype, share.shape[1])
+
+
+def sum_parts(parallel: Parallel, part: Array) -> Array:
+    """The sum over all devices of their parts [tokens of all, ...] -> [b, ...], each device its own tokens."""
+    if parallel.context > 1 and parallel.parts == 1:
+        part = jax.lax.psum(part, CONTEXT)
+    return jax.lax.psum_scatter(part, parallel.token_axes, scatter_dimension=0, tiled=True)
+
+
+def as_words(rows: Array) -> Array:
+    """The bits of rows [..., width] as uint32 [..., width * itemsize / 4]; widths that are no whole words are widened
+    to a word for each number.
+    """
+    size = rows.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(rows, _UNSIGNED[size])
+    per_word = 4 // size
+    if rows.shape[-1] % per_word or per_word == 1:
+        return bits.astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits.reshape(*bits.shape[:-1], -1, per_word), jnp.uint32)
+
+
+def from_words(words: Array, dtype: jnp.dtype, width: int) -> Array:
+    """The rows [..., width] that `as_words` was given."""
+    bits = _UNSIGNED[jnp.dtype(dtype).itemsize]
+    if words.shape[-1] != width:
+        words = jax.lax.bitcast_convert_type(words, bits).reshape(*words.shape[:-1], width)
+    return jax.lax.bitcast_convert_type(words.astype(bits), dtype)
 
 
 def engram_gate(x: Array, key: Array, q_weight: Array, k_weight: Array, eps: float) -> Array:
@@ -89,7 +141,9 @@ class Engram(nn.Module):
         q_weight = self.param("q_weight", ones, (streams, width))
         k_weight = self.param("k_weight", ones, (streams, width))
         memory = rows.astype(self.numerics.dtype).reshape(*rows.shape[:-2], -1)
-        kv = Linear((streams + 1) * width, self.numerics, name="wkv")(memory).reshape(*x.shape[:-2], streams + 1, width)
+        columns, parallel = (streams + 1) * width, self.numerics.parallel
+        project = Linear(parallel.share(columns), self.numerics, name="wkv")
+        kv = parallel.by_columns(project, memory, columns).reshape(*x.shape[:-2], streams + 1, width)
         key, value = kv[..., :streams, :], kv[..., streams:, :]  # [B, T, C, D], [B, T, 1, D]
         gate = engram_gate(x, key, q_weight, k_weight, self.config.rms_norm_eps)
         if image_mask is not None:

@@ -29,13 +29,13 @@ class KernelBlock(CachedBlock):
         ring, width = state.window, self.config.sliding_window
         ring_size = ring["codes"].shape[-2]
         floor = jnp.maximum(self.floors[run.decoder], 0)[:, None]
-        few = self.t <= min(FEW_TOKENS, ring_size - width + 1)
+        few = self.block <= min(FEW_TOKENS, ring_size - width + 1)
         if not few:
             before = rings.stored_before(ring, layer, self.start, width - 1)
         codes, scales, own_codes, own_scales = kv_write.window_rows(
-            attention.window_projection(y),
+            self.parallel.gather_block(attention.window_projection(y)),
             attention.variables["params"]["kv_norm"]["weight"],
-            *self.angles(run.ratio > 0),
+            *map(self.parallel.gather_block, self.angles(run.ratio > 0)),
             ring["codes"],
             ring["scales"],
             layer,
@@ -49,8 +49,10 @@ class KernelBlock(CachedBlock):
             position = rings.ring_positions(self.start + self.n_valid, ring_size)
         else:
             block = rings.joined(before, {"codes": own_codes, "scales": own_scales})
+            if self.parallel.parts > 1:
+                block = rings.part_of(block, self.first, width - 1 + self.t)
             codes, scales, layer = block["codes"][None], block["scales"][None], 0
-            position = self.start[:, None] - (width - 1) + jnp.arange(width - 1 + self.t)
+            position = self.positions[:, :1] - (width - 1) + jnp.arange(width - 1 + self.t)
         position = jnp.where(position >= floor, position, -1)
         return state, sparse_attention.WindowKeys(codes, scales, layer, position)
 

@@ -1,11 +1,13 @@
 """What kernels ask of a model: sizes of its configuration, and routed experts in the forms of `pallas_kernels.moe`."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
 from dsv41_jax.config import ModelConfig
 from pallas_kernels import moe
@@ -36,11 +38,14 @@ def check_config(config: ModelConfig, implementation: str) -> None:
         )
 
 
-def pack_params(params: dict[str, Any]) -> dict[str, Any]:
+def pack_params(params: dict[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
     """Put the experts of all layers and draft blocks into kernel forms, in place; other leaves stay as they are.
 
     FP4 keeps its bytes (scales are padded a little); FP8 gets one scale a row instead of one for 32 weights. One leaf
     exists in both forms at a time.
+
+    Args:
+        mesh: every device packs the experts it holds.
 
     Returns:
         `params`, changed.
@@ -53,7 +58,7 @@ def pack_params(params: dict[str, Any]) -> dict[str, Any]:
         for name in list(tree):
             inner = f"{path}.{name}" if path else name
             if path.endswith(".experts"):
-                tree[name] = _packed(inner, tree.pop(name))
+                tree[name] = _packed(inner, tree.pop(name), mesh)
             elif isinstance(tree[name], dict):
                 visit(inner, tree[name])
 
@@ -61,12 +66,25 @@ def pack_params(params: dict[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _packed(path: str, leaf: dict[str, Array]) -> dict[str, Array]:
-    if leaf["weight"].dtype == jnp.uint8:
-        return _pack_layers(leaf)
+def abstract_packed(params: dict[str, Any]) -> dict[str, Any]:
+    """`pack_params` of ShapeDtypeStructs."""
+
+    def visit(path: str, tree: dict[str, Any]) -> dict[str, Any]:
+        if path.endswith(".experts"):
+            return {name: _abstract_leaf(leaf) for name, leaf in tree.items()}
+        return {name: visit(f"{path}.{name}", part) if isinstance(part, dict) else part for name, part in tree.items()}
+
+    return visit("", params)
+
+
+def _abstract_leaf(leaf: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    return jax.eval_shape(_packing(_one(leaf), None), leaf)[0] if "scale" in leaf else leaf
+
+
+def _packed(path: str, leaf: dict[str, Array], mesh: Mesh | None) -> dict[str, Array]:
     if "scale" not in leaf:
         return leaf
-    packed, exact = _rescale_layers(leaf)
+    packed, exact = _packing(_one(leaf), mesh)(leaf)
     if not bool(exact.all()):
         raise KernelError(
             f"{path}: expert_storage='fp8' is not exact for these weights (the scales of a row differ by too much); "
@@ -75,14 +93,21 @@ def _packed(path: str, leaf: dict[str, Array]) -> dict[str, Array]:
     return packed
 
 
-# An expert at a time: unpacked values take several times the bytes.
+def _one(leaf: dict[str, Array]) -> Callable[[dict[str, Array]], tuple[dict[str, Array], Array]]:
+    """What makes the kernel form of one expert, and says whether it is exact."""
+    return _pack if leaf["weight"].dtype == jnp.uint8 else moe.as_fp8
 
 
-@jax.jit
-def _pack_layers(leaf: dict[str, Array]) -> dict[str, Array]:
-    return jax.lax.map(functools.partial(jax.lax.map, moe.pack), leaf)
+def _pack(leaf: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+    return moe.pack(leaf), jnp.ones((), bool)
 
 
-@jax.jit
-def _rescale_layers(leaf: dict[str, Array]) -> tuple[dict[str, Array], Array]:
-    return jax.lax.map(functools.partial(jax.lax.map, moe.as_fp8), leaf)
+@functools.cache
+def _packing(one: Callable, mesh: Mesh | None) -> Callable[[dict[str, Array]], tuple[dict[str, Array], Array]]:
+    """leaf [L, E, ..] -> its kernel form, and bool [L, E], whether that is exact; jitted."""
+    # An expert at a time: unpacked values take several times the bytes.
+    pack = functools.partial(jax.lax.map, functools.partial(jax.lax.map, one))
+    if mesh is not None:
+        spec = PartitionSpec(None, mesh.axis_names)  # experts are spread over all devices
+        pack = jax.shard_map(pack, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(pack)

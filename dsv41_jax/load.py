@@ -5,12 +5,13 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dsv41_jax import numerics as numerics_module
+from dsv41_jax import sharding
 from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.checkpoint.released import check_choices, load_params
 from dsv41_jax.checkpoint.save_released import TOKEN_MAP_FILE
@@ -32,7 +33,7 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "token
 
 def load(
     path: str | os.PathLike,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     numerics: str = "released",
     engram: str = "device",
     expert_storage: str = "fp4",
@@ -46,7 +47,9 @@ def load(
     Args:
         path: "demo" (the model inside this package), a folder in the released format, an Orbax folder (see
             `checkpoint/orbax.py`), or a hub id "owner/name" where no such path, nor a folder "owner", exists here.
-        mesh: None: parameters go to the default device. Sharding over a mesh is not part of this version.
+        mesh: None: everything is on the default device. A mesh of `sharding.Layout(data, context, tensor).mesh()`
+            spreads parameters and caches over its devices, docs/pods.md says how; parameters are read straight into
+            their shards. In a run of several processes every process makes the same calls.
         numerics: "released" (bf16, FP8 and FP4 activations and caches), "noquant" (bf16, those unquantised) or
             "float32".
         engram: where the Engram tables are: "device", "host" (memory) or "mmap" (rows are read from the file).
@@ -64,23 +67,23 @@ def load(
         the `Model`.
 
     Raises:
-        ValueError: an unknown choice, kernels that this process or these numerics do not have, a revision of a local
-            folder, or a model with Engram layers and neither tokenizer nor token map. CheckpointError (a ValueError):
-            anything wrong with the folder. FileNotFoundError: no such folder and not a hub id, or the hub has no such
-            model for you. ConnectionError: the hub did not answer.
+        ShardingError (a ValueError): a mesh that the model cannot be spread over. ValueError: an unknown choice, kernels
+            that this process or these numerics do not have, a revision of a local folder, or a model with Engram layers
+            and neither tokenizer nor token map. CheckpointError (a ValueError): anything wrong with the folder.
+            FileNotFoundError: no such folder and not a hub id, or the hub has no such model for you. ConnectionError:
+            the hub did not answer.
     """
     chosen = numerics_module.named(numerics)
     chosen = chosen.computed_by(_implementation(implementation, chosen))
     if mesh is not None:
-        raise ValueError(
-            "mesh: sharding over a mesh is not part of this version; leave it out to use the default device"
-        )
+        sharding.layout_of(mesh)
     check_choices(engram, expert_storage)  # before anything is downloaded or read
     folder = _find(path, revision)
     source = open_folder(folder)
     config = source.config
     if chosen.kernels:
         check_config(config, chosen.implementation)
+    where = {} if mesh is None else sharding.placement(config, mesh)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     hasher, tables = None, {}
     if config.engram_layer_ids:
@@ -101,10 +104,11 @@ def load(
             engram=engram,
             expert_storage=expert_storage,
             progress=lambda done, _: bar.update(done - bar.n),
+            **where,
         )
     if chosen.kernels:
-        params = pack_params(params)
-    return Model(Runner(config, chosen, params, hasher, tables), tokenizer)
+        params = pack_params(params, mesh)
+    return Model(Runner(config, chosen, params, hasher, tables, mesh), tokenizer)
 
 
 def _implementation(asked: str, numerics: numerics_module.Numerics) -> str:

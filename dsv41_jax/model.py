@@ -18,16 +18,22 @@ from dsv41_jax.kernel_block import key_store
 from dsv41_jax.layer_loop import LayerLoop, pick, unstack
 from dsv41_jax.layer_plan import layer_plan, sources_of_ratio
 from dsv41_jax.norms import RMSNorm
-from dsv41_jax.numerics import Numerics, project_rows
+from dsv41_jax.numerics import Numerics
 from dsv41_jax.packed import PackedSamples
 from dsv41_jax.tiles import TEMPORARY_BYTES
+from dsv41_jax.vocabulary import embed_ids, logits_of
 
 
 def embed(
-    params: Params, numerics: Numerics, token_ids: Array, image_mask: Array | None, image_embeds: Array | None
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    token_ids: Array,
+    image_mask: Array | None,
+    image_embeds: Array | None,
 ) -> Array:
     """Token embeddings [B, t, D], image spans replaced by their embeddings [B, t, D]."""
-    x = params["embed"]["weight"][token_ids].astype(numerics.dtype)
+    x = embed_ids(config, numerics, params, token_ids)
     if image_embeds is None:
         return x
     return jnp.where(image_mask[..., None], image_embeds.astype(numerics.dtype), x)
@@ -76,8 +82,7 @@ def hand_over(config: ModelConfig, numerics: Numerics, params: Params, keys: Cac
 
 def head(config: ModelConfig, numerics: Numerics, params: Params, hidden: Array) -> Array:
     """hidden [..., D] -> logits float32 [..., V]."""
-    h = RMSNorm(config.rms_norm_eps, numerics).apply({"params": params["norm"]}, hidden)
-    return project_rows(h, params["head"]["weight"].astype(numerics.dtype))
+    return logits_of(config, numerics, params, hidden, params["norm"])
 
 
 def initial_pool(config: ModelConfig, batch: int, t: int, keys: CachedBlock) -> Array | None:
@@ -110,7 +115,7 @@ def extend(
 
     Args:
         token_ids: int32 [B, t]; row b's tokens stand at positions start[b] .. start[b] + n_valid[b] - 1, the rest is
-            padding and writes nothing.
+            padding and writes nothing. Where devices split the tokens of a block: this device's part of them.
         start, n_valid: int32 [B].
         memory: Engram input by layer name, [B, t, columns] row numbers or [B, t, columns, width] rows.
         image_mask: bool [B, t], image positions, with image_embeds [B, t, D]; None for text.
@@ -128,7 +133,7 @@ def extend(
     keys = key_store(numerics)(config, numerics, start, n_valid, t, arrays, write_floor, temporary_bytes)
     rows = engram_rows(params, numerics, memory)
     loop = LayerLoop(config, numerics, params, keys, rows, image_mask, rolled=record is None, record=record)
-    embedded = embed(params, numerics, token_ids, image_mask, image_embeds)
+    embedded = embed(config, numerics, params, token_ids, image_mask, image_embeds)
     pool = initial_pool(config, b, t, keys)
     if layers == "encoder":
         x, pre, arrays, _ = encode(config, loop, embedded, arrays, pool)
@@ -137,7 +142,7 @@ def extend(
     if config.n_draft:
         arrays = dspark.seed_windows(config, numerics, params, arrays, loop.taps, start, n_valid)
     if not all_logits:
-        hidden = jnp.take_along_axis(hidden, jnp.maximum(n_valid - 1, 0)[:, None, None], axis=1)[:, 0]
+        hidden = numerics.parallel.pick_token(hidden, jnp.maximum(n_valid - 1, 0), t)
     return head(config, numerics, params, hidden), arrays
 
 
@@ -166,7 +171,7 @@ def forward(
     record: dict[int, dict[str, Array]] = {}
     rows = engram_rows(params, numerics, memory)
     loop = LayerLoop(config, numerics, unstacked, keys, rows, None, rolled=False, record=record)
-    embedded = embed(params, numerics, token_ids, None, None)
+    embedded = embed(config, numerics, params, token_ids, None, None)
     hidden, _ = backbone(config, numerics, loop, embedded, {}, None)
     notes = {name: {layer: note[name] for layer, note in record.items()} for name in ("experts", "attn_in")}
     return hidden, {"taps": loop.taps, **notes}

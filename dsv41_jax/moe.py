@@ -1,7 +1,10 @@
 """Mixture of experts: router, clamped SwiGLU experts, a shared expert. No token is ever dropped.
 
-Rows are grouped by expert into tiles of a fixed height; the number of tiles is large enough for any routing.
+Rows are grouped by expert into tiles of a fixed height; the number of tiles is large enough for any routing. Experts
+of other devices: `expert_parallel`.
 """
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -9,8 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax import quant
+from dsv41_jax.expert_parallel import expert_share, routed_sum
 from dsv41_jax.linear import kernel_linear, stored_leaf, weight_matrix
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
+from dsv41_jax.parallel import SINGLE, Parallel
 from dsv41_jax.tiles import TEMPORARY_BYTES
 from pallas_kernels import moe as moe_kernels
 
@@ -51,10 +56,11 @@ def group_rows(experts: Array, n_experts: int) -> tuple[Array, Array, int]:
     """Place every (token, slot) in a tile that belongs to its expert.
 
     Args:
-        experts: int32 [n, k].
+        experts: int32 [n, k]; `n_experts` stands for one of another device.
 
     Returns:
-        position int32 [n, k] in the tiled rows, expert of each tile int32 [tiles], tile height.
+        position int32 [n, k] in the tiled rows (past them for other devices'), expert of each tile int32 [tiles], tile
+        height.
     """
     flat = experts.reshape(-1)
     rows = flat.shape[0]
@@ -67,7 +73,8 @@ def group_rows(experts: Array, n_experts: int) -> tuple[Array, Array, int]:
     first_tile = last_tile - -(-count // height)
     order = jnp.argsort(flat, stable=True)
     rank = jnp.zeros(rows, jnp.int32).at[order].set(jnp.arange(rows), unique_indices=True) - before[flat]
-    position = first_tile[flat] * height + rank
+    elsewhere = tiles * height + jnp.arange(rows)  # all different, as the scatters are told
+    position = jnp.where(flat < n_experts, first_tile[flat] * height + rank, elsewhere)
     tile_expert = jnp.minimum(jnp.sum(last_tile[None, :] <= jnp.arange(tiles)[:, None], axis=1), n_experts - 1)
     return position.reshape(experts.shape).astype(jnp.int32), tile_expert, height
 
@@ -97,8 +104,9 @@ class MoE(nn.Module):
 
     def setup(self):
         self.gate = Router(self.n_experts)
-        self.experts = ExpertWeights(self.n_experts, self.inter)
-        self.shared_experts = ExpertWeights(None, self.inter)
+        parallel = self.numerics.parallel
+        self.experts = ExpertWeights(expert_share(self.n_experts, parallel.devices), self.inter)
+        self.shared_experts = ExpertWeights(None, self.inter, parallel)
 
     def __call__(self, x: Array, image_mask: Array | None = None) -> tuple[Array, Array]:
         """x [..., D], image_mask bool [...] or None -> y [..., D] and the chosen experts int32 [..., k]."""
@@ -106,33 +114,45 @@ class MoE(nn.Module):
         rows = x.reshape(-1, d)
         logits, bias = self.gate(rows, None if image_mask is None else image_mask.reshape(-1))
         experts, weights = route(logits, bias, self.topk, self.scoring, self.normalise, self.route_scale)
-        if self.numerics.kernels:
-            routed, shared = self._by_kernels(rows, experts, weights)
-        else:
-            if self.numerics.quantize_activations:
-                rows = quant.fake_q8(rows)  # the input of w1 and w3 of every expert
-            routed = self._routed(rows, experts, weights)
-            shared = self._expert(rows, self.shared_experts(d), None, "fp8")
-        total = sum(routed[:, slot].astype(jnp.float32) for slot in range(self.topk))  # ascending expert order
-        total = total + shared.astype(jnp.float32)
+        kernels = self.numerics.kernels
+        if self.numerics.quantize_activations and not kernels:
+            rows = quant.fake_q8(rows)  # the input of w1 and w3 of every expert; kernels do it themselves
+        compute = self._by_kernels if kernels else self._by_reference
+        total = routed_sum(self.numerics.parallel, self.n_experts, rows, experts, weights, compute)
+        total = total + self._shared(rows).astype(jnp.float32)
         return self.numerics.round(total).reshape(*lead, d), experts.reshape(*lead, self.topk)
 
-    def _by_kernels(self, rows: Array, experts: Array, weights: Array) -> tuple[Array, Array]:
-        """Routed outputs [n, k, D] and the shared expert's [n, D] of rows [n, D], not quantised yet."""
-        leaves, implementation = self.experts(rows.shape[-1]), self.numerics.implementation
+    def _shared(self, rows: Array) -> Array:
+        """The shared expert: rows [n, D] -> [n, D]."""
+        d, parallel = rows.shape[-1], self.numerics.parallel
+        leaves = self.shared_experts(d)
+
+        def matmul(name: str, x: Array) -> Array:
+            if self.numerics.kernels:
+                return kernel_linear(x, leaves[name], self.numerics).astype(jnp.float32)
+            return self.numerics.round_f32(project_rows(x, weight_matrix(leaves[name], self.numerics, "fp8")))
+
+        split = parallel.splits(self.inter)
+        x = parallel.gather_rows(rows) if split else rows
+        a = self.numerics.round(swiglu(matmul("w1", x), matmul("w3", x), self.limit))
+        if self.numerics.quantize_activations and not self.numerics.kernels:
+            a = quant.fake_q8(a)
+        project = parallel.from_columns if split else parallel.by_columns
+        return self.numerics.round(project(functools.partial(matmul, "w2"), a, d))
+
+    def _by_kernels(self, rows: Array, experts: Array, weights: Array, share: int) -> Array:
+        """Routed outputs [n, k, D] of rows [n, D], not quantised yet; see `expert_parallel.Compute`."""
+        leaves = self.experts(rows.shape[-1])
         layer = leaves["w1"].get("layer")
         w1, w3, w2 = ({k: v for k, v in leaves[name].items() if k != "layer"} for name in ("w1", "w3", "w2"))
-        routed = moe_kernels.experts(
-            rows, experts, weights, w1, w3, w2, layer, limit=self.limit, implementation=implementation
-        )
-        shared = self.shared_experts(rows.shape[-1])
-        gate, up = (kernel_linear(rows, shared[name], self.numerics).astype(jnp.float32) for name in ("w1", "w3"))
-        return routed, kernel_linear(self.numerics.round(swiglu(gate, up, self.limit)), shared["w2"], self.numerics)
+        options = {"limit": self.limit, "share": share, "implementation": self.numerics.implementation}
+        return moe_kernels.experts(rows, experts, weights, w1, w3, w2, layer, **options)
 
-    def _routed(self, rows: Array, experts: Array, weights: Array) -> Array:
-        """[n, D] -> [n, k, D]."""
+    def _by_reference(self, rows: Array, experts: Array, weights: Array, share: int) -> Array:
+        """Routed outputs [n, k, D] of quantised rows [n, D]."""
         n, d = rows.shape
-        position, tile_expert, height = group_rows(experts, self.n_experts)
+        held = expert_share(self.n_experts, self.numerics.parallel.devices)
+        position, tile_expert, height = group_rows(experts, held)
         slots = tile_expert.shape[0] * height
         token = jnp.broadcast_to(jnp.arange(n)[:, None], position.shape)
         source = jnp.full(slots, n, jnp.int32).at[position].set(token, mode="drop", unique_indices=True)
@@ -143,36 +163,35 @@ class MoE(nn.Module):
         leaves = {name: moe_kernels.as_released(leaf, *shapes[name]) for name, leaf in self.experts(d).items()}
 
         def run(x: Array, weight: Array, expert: Array) -> Array:
-            return self._expert(x, leaves, weight, "fp4", expert)
+            return self._expert_tiles(x, leaves, weight, expert)
+
+        def taken(out: Array) -> Array:
+            out = out.reshape(-1, d)
+            if held == self.n_experts:
+                return out[position]
+            return out.at[position].get(mode="fill", fill_value=0)
 
         # Each tile has its own copy of a matrix, widened; a few tiles at a time keep them inside the budget.
         tiles = tile_expert.shape[0]
         together = max(1, TEMPORARY_BYTES // 4 // (2 * 4 * d * self.inter))
         if together >= tiles:
-            return run(*inputs).reshape(slots, d)[position]
+            return taken(run(*inputs))
         steps = -(-tiles // together)
         padded = [jnp.pad(x, [(0, steps * together - tiles)] + [(0, 0)] * (x.ndim - 1)) for x in inputs]
         out = jax.lax.map(lambda parts: run(*parts), [x.reshape(steps, together, *x.shape[1:]) for x in padded])
-        return out.reshape(-1, d)[position]
+        return taken(out)
 
-    def _expert(
-        self, x: Array, leaves: dict, weight: Array | None, stored_as: str, tile_expert: Array | None = None
-    ) -> Array:
-        """One expert on rows [n, D], or one expert per tile on [tiles, height, D]."""
+    def _expert_tiles(self, x: Array, leaves: dict, weight: Array, tile_expert: Array) -> Array:
+        """One expert per tile on [tiles, height, D]."""
 
         def matmul(x: Array, leaf: dict) -> Array:
-            if tile_expert is None:
-                return self.numerics.round_f32(project_rows(x, weight_matrix(leaf, self.numerics, stored_as)))
             if "scale" in leaf:  # gather the stored form, then widen
-                matrices = weight_matrix({k: v[tile_expert] for k, v in leaf.items()}, self.numerics, stored_as)
+                matrices = weight_matrix({k: v[tile_expert] for k, v in leaf.items()}, self.numerics, "fp4")
             else:
-                matrices = weight_matrix(leaf, self.numerics, stored_as)[tile_expert]
+                matrices = weight_matrix(leaf, self.numerics, "fp4")[tile_expert]
             return self.numerics.round_f32(einsum_f32("etk,enk->etn", x, matrices))
 
-        a = swiglu(matmul(x, leaves["w1"]), matmul(x, leaves["w3"]), self.limit)
-        if weight is not None:
-            a = a * weight
-        a = self.numerics.round(a)
+        a = self.numerics.round(swiglu(matmul(x, leaves["w1"]), matmul(x, leaves["w3"]), self.limit) * weight)
         if self.numerics.quantize_activations:
             a = quant.fake_q8(a)
         return self.numerics.round(matmul(a, leaves["w2"]))
@@ -195,15 +214,19 @@ class Router(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The three matrices of one expert (`n` None) or of `n` stacked experts, in whatever form they are stored."""
+    """The three matrices of one expert (`n` None) or of `n` stacked experts, in whatever form they are stored; a
+    device's columns of them where they are split.
+    """
 
     n: int | None
     inter: int
+    parallel: Parallel = SINGLE
 
     @nn.compact
     def __call__(self, hidden: int) -> dict[str, dict[str, Array]]:
         lead = () if self.n is None else (self.n,)
-        shapes = {"w1": (self.inter, hidden), "w2": (hidden, self.inter), "w3": (self.inter, hidden)}
+        gate_up, down = (self.parallel.share(self.inter), hidden), (self.parallel.share(hidden), self.inter)
+        shapes = {"w1": gate_up, "w2": down, "w3": gate_up}
         return {name: Stored((*lead, *shape), name=name)() for name, shape in shapes.items()}
 
 

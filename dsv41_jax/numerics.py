@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dsv41_jax.parallel import SINGLE, Parallel
 from pallas_kernels.implementation import KernelError
 
 
@@ -27,6 +28,8 @@ class Numerics:
             (training only).
         implementation: who computes it: "reference" or a kernel ("tpu", "gpu", "interpret"), see
             `pallas_kernels.implementation`. Kernels know `released` only.
+        parallel: the devices among which it is spread. No number depends on it, but the order in which the outputs of
+            experts are summed.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Numerics:
     quantize_activations: bool
     quantize_weights: bool = False
     implementation: str = "reference"
+    parallel: Parallel = SINGLE
 
     @property
     def kernels(self) -> bool:
@@ -52,6 +56,10 @@ class Numerics:
                 f'{RELEASED.name!r} only; use implementation="reference" or "auto"'
             )
         return dataclasses.replace(self, implementation=implementation)
+
+    def spread(self, parallel: Parallel) -> "Numerics":
+        """These numerics, spread over devices."""
+        return dataclasses.replace(self, parallel=parallel)
 
     def round(self, x: Array) -> Array:
         """Round float32 to the activation dtype, once.

@@ -13,8 +13,11 @@ from jax import Array
 
 from dsv41_jax import quant
 from dsv41_jax.numerics import Numerics
+from dsv41_jax.parallel import Parallel
 
 Ring = dict[str, Array]
+
+_RING_AXIS = {"codes": 1, "rows": 1, "scales": 2}  # of leaves without the layer axis
 
 
 def abstract_ring(numerics: Numerics, layers: int, batch: int, size: int, dim: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -99,10 +102,19 @@ def stored_before(ring: Ring, layer: Array | int, start: Array, count: int) -> R
     return {"codes": rows_before(ring["codes"], layer, start, count), "scales": scales}
 
 
+def whole_block(stored: Ring, parallel: Parallel) -> Ring:
+    """The stored rows of a block from all devices that hold parts of it; leaves without the layer axis."""
+    return {name: parallel.gather_block(leaf, _RING_AXIS[name]) for name, leaf in stored.items()}
+
+
+def part_of(stored: Ring, first: Array, count: int) -> Ring:
+    """Rows first .. first + count - 1 of stored rows; leaves without the layer axis."""
+    return {n: jax.lax.dynamic_slice_in_dim(x, first, count, _RING_AXIS[n]) for n, x in stored.items()}
+
+
 def joined(first: Ring, second: Ring) -> Ring:
     """Stored rows (leaves without the layer axis), one after the other."""
-    axis = {"codes": 1, "rows": 1, "scales": 2}
-    return {name: jnp.concatenate([first[name], second[name]], axis=axis[name]) for name in first}
+    return {name: jnp.concatenate([first[name], second[name]], axis=_RING_AXIS[name]) for name in first}
 
 
 def window_before(ring: Ring, layer: Array | int, start: Array, count: int, numerics: Numerics) -> Array:

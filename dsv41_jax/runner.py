@@ -7,13 +7,15 @@ Blocks have few static lengths, so few programs are compiled; `compilations()` c
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
-from dsv41_jax import dspark, model
+from dsv41_jax import dspark, model, sharded_step, sharding
 from dsv41_jax.blocks import Params
 from dsv41_jax.cache import MAX_REWIND, Cache, CacheArrays, put_rows, take_rows, zero_arrays
 from dsv41_jax.config import ModelConfig
@@ -46,7 +48,10 @@ def counted(function: Callable) -> Callable:
     return traced
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics", "layers", "all_logits"), donate_argnames=("arrays",))
+_STATIC = ("config", "numerics", "layers", "all_logits", "mesh", "rows")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("arrays",))
 @counted
 def _extend(
     params: Params,
@@ -64,8 +69,18 @@ def _extend(
     numerics: Numerics,
     layers: str,
     all_logits: bool,
+    mesh: Mesh | None,
+    rows: int | None,
 ) -> tuple[Array | None, CacheArrays]:
-    """`model.extend` of all rows, or of as many as the inputs have, from row `first` (int32 scalar) on."""
+    """`model.extend` of all rows, or of as many as the inputs have, from row `first` (int32 scalar) on.
+
+    On a mesh: of all rows; logits of the first `rows` of them, whole on every device.
+    """
+    if mesh is not None:
+        inputs = (token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor)
+        options = {"layers": layers, "all_logits": all_logits}
+        logits, arrays = sharded_step.extend(mesh, config, numerics, params, arrays, *inputs, **options)
+        return sharded_step.replicated(mesh, logits, rows), arrays
     step = functools.partial(model.extend, config, numerics, params, layers=layers, all_logits=all_logits)
     inputs = (token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor)
     if first is None:
@@ -74,7 +89,7 @@ def _extend(
     return logits, put_rows(arrays, own, first)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics"))
+@functools.partial(jax.jit, static_argnames=("config", "numerics", "mesh", "rows"))
 @counted
 def _draft(
     params: Params,
@@ -86,7 +101,12 @@ def _draft(
     *,
     config,
     numerics,
+    mesh,
+    rows,
 ):
+    if mesh is not None:
+        out = sharded_step.draft(mesh, config, numerics, params, arrays, anchor, start, temperature, key)
+        return sharded_step.replicated(mesh, out, rows)
     return dspark.draft(config, numerics, params, arrays, anchor, start, temperature, key)
 
 
@@ -111,6 +131,8 @@ class Runner:
         decode_rows: rows that one decode step takes; more are decoded in tiles, because the order of a sum depends on
             the number of rows from some size on (on a CPU, 1, 2 and 4 give the same bits).
         On accelerators both are larger: small steps would leave them idle.
+        mesh: devices that the model is spread over, or None. On a mesh every step runs all rows of a cache together,
+            which is padded to a multiple of the devices that share rows.
     """
 
     prefill_block: int = 64
@@ -123,16 +145,20 @@ class Runner:
         params: Params,
         hasher: EngramHasher | None,
         tables: Mapping[int, PrefetchingTable],
+        mesh: Mesh | None = None,
     ):
         self.config, self.numerics, self.params = config, numerics, params
-        self.hasher, self.tables = hasher, dict(tables)
+        self.hasher, self.tables, self.mesh = hasher, dict(tables), mesh
         if numerics.implementation in ("tpu", "gpu"):
             self.prefill_block, self.decode_rows = 512, 64
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """An empty cache for `batch` rows of at most `max_len` tokens, each with pages of its own."""
         zero = np.zeros(batch, np.int32)
-        arrays = zero_arrays(self.config, self.numerics, batch, max_len)
+        if self.mesh is not None:
+            arrays = sharding.zero_cache(self.config, self.numerics, self.mesh, batch, max_len)
+        else:
+            arrays = zero_arrays(self.config, self.numerics, batch, max_len)
         return Cache(arrays, zero, zero, self.empty_history(batch), max_len, self.numerics.name, zero)
 
     def empty_history(self, batch: int) -> np.ndarray | None:
@@ -158,23 +184,42 @@ class Runner:
         """One program: `model.extend` of all rows of the cache, or of those from `first` on that the inputs have.
         `arrays` are donated.
         """
-        everything = len(arrays.encoder_floor) == len(token_ids)
-        return _extend(
+        rows = len(token_ids)
+        everything = self.mesh is not None or len(arrays.encoder_floor) == rows
+        put = functools.partial(self.put, rows=len(arrays.encoder_floor) if everything else rows)
+        logits, arrays = _extend(
             self.params,
             arrays,
             None if everything else jnp.int32(first),
-            jnp.asarray(token_ids, jnp.int32),
-            jnp.asarray(start, jnp.int32),
-            jnp.asarray(n_valid, jnp.int32),
-            jnp.asarray(np.zeros(len(token_ids)) if write_floor is None else write_floor, jnp.int32),
+            put(np.asarray(token_ids, np.int32)),
+            put(np.asarray(start, np.int32)),
+            put(np.asarray(n_valid, np.int32)),
+            put(np.zeros(rows, np.int32) if write_floor is None else np.asarray(write_floor, np.int32)),
             memory,
-            None if image_mask is None else jnp.asarray(image_mask),
-            None if image_embeds is None else jnp.asarray(image_embeds),
+            None if image_mask is None else put(image_mask),
+            None if image_embeds is None else put(image_embeds),
             config=self.config,
             numerics=self.numerics,
             layers=layers,
             all_logits=all_logits or (token_ids.shape[1] == 1 and layers == "all"),  # one program less
+            mesh=self.mesh,
+            rows=rows if self.mesh is not None else None,
         )
+        return self.local(logits), arrays
+
+    def put(self, array: np.ndarray, rows: int) -> Array:
+        """An input [B, ...] on the device, or spread by rows over the mesh, zeros up to `rows`."""
+        if self.mesh is None:
+            return jnp.asarray(array)
+        padded = np.pad(array, [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1))
+        where = sharding.shardings(self.mesh, sharded_step.ROWS)
+        return jax.make_array_from_callback(padded.shape, where, padded.__getitem__)
+
+    def local(self, tree: Any) -> Any:
+        """Results that every device of the mesh has whole, as arrays of one device of this process."""
+        if self.mesh is None:
+            return tree
+        return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
 
     def extend(
         self,
@@ -202,13 +247,13 @@ class Runner:
             )
         rows, history = self._engram_rows(cache, token_ids, n_valid, image_mask)
         arrays, start = cache.take(), cache.lengths
-        pieces, height = [], self.decode_rows if t == 1 else 1
+        pieces, height = [], b if self.mesh is not None else self.decode_rows if t == 1 else 1
         for first in range(0, b, height):
             tile = slice(first, min(first + height, b))
             out, arrays = self.step(
                 arrays,
                 *(x[tile] for x in (token_ids, start, n_valid)),
-                self.engram_input(None if rows is None else rows[:, tile]),
+                self.engram_input(None if rows is None else rows[:, tile], arrays),
                 *(None if x is None else x[tile] for x in (image_mask, image_embeds)),
                 first=first,
                 all_logits=all_logits,
@@ -237,14 +282,14 @@ class Runner:
         keep = n_valid[:, None] + np.arange(cache.history.shape[1])
         return rows, np.take_along_axis(joined, keep, axis=1)
 
-    def engram_input(self, rows: np.ndarray | None) -> dict[str, Array]:
+    def engram_input(self, rows: np.ndarray | None, arrays: CacheArrays) -> dict[str, Array]:
         """Row numbers [layers, B, t, columns] -> the step's input: numbers for tables on the device, rows for the
-        others.
+        others. `arrays`: the cache of the step, whose rows it is made for.
         """
         memory = {}
         for i, layer in enumerate(() if rows is None else self.hasher.layer_ids):
-            value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i]
-            memory[f"l{layer}"] = jnp.asarray(value)
+            value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i].astype(np.int32)
+            memory[f"l{layer}"] = self.put(value, len(arrays.encoder_floor))
         return memory
 
     def announce_engram(self, rows: np.ndarray) -> None:
@@ -255,13 +300,21 @@ class Runner:
 
     def draft(self, cache: Cache, anchor: np.ndarray, temperature: float, key: Array) -> tuple[Array, Array, Array]:
         """One draft round; the cache is only read. See `dspark.draft`."""
-        return _draft(
+        arrays, batch = cache.peek(), len(anchor)
+        rows = len(arrays.encoder_floor)
+        if self.mesh is not None:
+            data = jax.random.key_data(key if key.ndim else jax.random.split(key, batch))
+            key = jax.random.wrap_key_data(self.put(np.asarray(data), rows))
+        out = _draft(
             self.params,
-            cache.peek(),
-            jnp.asarray(anchor, jnp.int32),
-            jnp.asarray(cache.lengths),
-            jnp.float32(temperature),
+            arrays,
+            self.put(np.asarray(anchor, np.int32), rows),
+            self.put(cache.lengths, rows),
+            np.float32(temperature),
             key,
             config=self.config,
             numerics=self.numerics,
+            mesh=self.mesh,
+            rows=batch if self.mesh is not None else None,
         )
+        return self.local(out)

@@ -22,6 +22,7 @@ SMALL_LEAF_BYTES = 1 << 20
 _IN_FLIGHT_BYTES = 64 << 20  # host blocks that may wait for their transfer, since dispatch is asynchronous
 
 Placement = Callable[[str], Sharding | None]
+Padded = Callable[[LeafPath, tuple[int, ...]], tuple[int, ...]]
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
 
 
@@ -69,7 +70,7 @@ class _LeafBuffer:
             local_shape = tuple(stop - start for start, stop in box)
             small = np.prod(local_shape) * dtype.itemsize <= SMALL_LEAF_BYTES
             if small:
-                array = np.empty(local_shape, dtype)
+                array = np.zeros(local_shape, dtype)
             else:
                 array = jnp.zeros(local_shape, _carrier(dtype), device=device)
             self.pieces.append(_Piece(box, device, array))
@@ -97,14 +98,26 @@ class Destination:
     Args:
         leaves: {path: (shape, dtype)}.
         placement: sharding of a leaf by its dotted path; None, or a result of None, means the default device.
+        padded: shape of a leaf with zeros at the end of its dimensions, by its path and own shape; None: its own.
 
     Raises:
         ValueError: a sharding does not divide its leaf, which is named.
     """
 
-    def __init__(self, leaves: dict[LeafPath, tuple[tuple[int, ...], np.dtype]], placement: Placement | None = None):
+    def __init__(
+        self,
+        leaves: dict[LeafPath, tuple[tuple[int, ...], np.dtype]],
+        placement: Placement | None = None,
+        padded: Padded | None = None,
+    ):
+        self._values = {path: int(np.prod(shape, dtype=np.int64)) for path, (shape, _) in leaves.items()}
         self._buffers = {
-            path: _LeafBuffer(name, shape, np.dtype(dtype), placement(name) if placement else None)
+            path: _LeafBuffer(
+                name,
+                padded(path, shape) if padded else shape,
+                np.dtype(dtype),
+                placement(name) if placement else None,
+            )
             for path, (shape, dtype) in leaves.items()
             for name in [".".join(path)]
         }
@@ -159,8 +172,8 @@ class Destination:
         """The finished leaves. ValueError if some slot was filled not exactly once."""
         self._wait()
         for path, buffer in self._buffers.items():
-            if buffer.filled != np.prod(buffer.shape, dtype=np.int64):
+            if buffer.filled != self._values[path]:
                 raise ValueError(
-                    f"{'.'.join(path)}: {buffer.filled} values were placed in a leaf of shape {buffer.shape}"
+                    f"{'.'.join(path)}: {buffer.filled} values were placed in a leaf of {self._values[path]}"
                 )
         return {path: buffer.finish() for path, buffer in self._buffers.items()}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41_jax.checkpoint.destination import Destination, Placement
+from dsv41_jax.checkpoint.destination import Destination, Padded, Placement
 from dsv41_jax.checkpoint.names import LeafPath, NameMap, name_map, nest
 from dsv41_jax.checkpoint.released_folder import ReleasedFolder
 from dsv41_jax.checkpoint.safetensors_file import CheckpointError
@@ -63,6 +63,7 @@ def load_params(
     numerics: Numerics,
     *,
     placement: Placement | None = None,
+    padded: Padded | None = None,
     engram: str = "device",
     expert_storage: str = "fp4",
     only: Callable[[LeafPath], bool] | None = None,
@@ -75,6 +76,7 @@ def load_params(
         numerics: those that compute in float32 dequantise every weight on the way in; the others keep released forms.
         placement: sharding of a leaf by its dotted path (`layers.attn.wq_a.weight`); None means the default device.
             Each process reads only what its own devices hold.
+        padded: shape of a leaf where its dimensions are padded with zeros, by path and own shape.
         engram: "device" puts the Engram tables into the result; "host" and "mmap" leave them out, see
             `ReleasedFolder.engram_table`.
         expert_storage: "fp4" keeps routed experts packed, "fp8" holds the same values in E4M3 under the same scales,
@@ -94,7 +96,7 @@ def load_params(
     leaves = _wanted_leaves(names, storage, engram)
     if only is not None:
         leaves = {path: form for path, form in leaves.items() if only(path)}
-    destination = Destination(leaves, placement)
+    destination = Destination(leaves, placement, padded)
     loaded = [name for name, place in names.places.items() if place.path in leaves]
     # A scale whose leaf is gone is consumed together with its weight.
     consumed = {*loaded, *filter(None, map(names.scale_of, loaded))}

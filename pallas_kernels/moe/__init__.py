@@ -70,6 +70,7 @@ def experts(
     layer: Array | int,
     *,
     limit: float,
+    share: int = 1,
     implementation: str,
 ) -> Array:
     """Output of each chosen expert for each token: w2 Q8(bf16(weight * SwiGLU(w1 Q8(x), w3 Q8(x)))).
@@ -83,6 +84,8 @@ def experts(
         w1, w3: leaves [L, E, inter, D] in one of the storages above. w2: [L, E, D, inter].
         layer: index into L.
         limit: SwiGLU's clamp; 0 for none.
+        share: one in so many of the (token, slot) pairs is expected to be for these experts. Tiles are sized by it; any
+            number is computed.
         implementation: see `pallas_kernels.implementation`.
 
     Returns:
@@ -112,13 +115,13 @@ def experts(
 
     arguments = x, chosen, weights, w1, w3, w2, layer
     if chosen_by == "reference":
-        out = reference.experts(*arguments, limit, _TEMPORARY_BYTES)
+        out = reference.experts(*arguments, limit, share, _TEMPORARY_BYTES)
     elif chosen_by == "gpu":
         from pallas_kernels.moe import gpu
 
-        out = gpu.experts(*arguments, limit=limit, interpret=False)
+        out = gpu.experts(*arguments, limit=limit, share=share, interpret=False)
     else:
         from pallas_kernels.moe import tpu
 
-        out = tpu.experts(*arguments, limit=limit, interpret=chosen_by == "interpret")
+        out = tpu.experts(*arguments, limit=limit, share=share, interpret=chosen_by == "interpret")
     return jnp.where((chosen < n_experts)[..., None], out, jnp.bfloat16(0))

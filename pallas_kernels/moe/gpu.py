@@ -55,12 +55,13 @@ def experts(
     layer: Array | int,
     *,
     limit: float,
+    share: int = 1,
     interpret: bool,
 ) -> Array:
     """See `pallas_kernels.moe.experts`."""
     d, n_experts = x.shape[1], next(iter(w1.values())).shape[1]
     inter = w1["words"].shape[-1] if "words" in w1 else w1["weight"].shape[-2]
-    tiles = _tiles(chosen.size, n_experts)
+    tiles = _tiles(chosen.size // share, n_experts)
     groups = group_rows(chosen, n_experts, tiles.rows)
     rows = quant.fake_q8(x)
     if "words" in w1:

@@ -51,12 +51,21 @@ def tile_height(rows: int, experts: int) -> int:
 
 
 def experts(
-    x: Array, chosen: Array, weights: Array, w1: Leaf, w3: Leaf, w2: Leaf, layer, limit: float, temporary_bytes: int
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    w1: Leaf,
+    w3: Leaf,
+    w2: Leaf,
+    layer,
+    limit: float,
+    share: int,
+    temporary_bytes: int,
 ) -> Array:
     """See `pallas_kernels.moe.experts`."""
     d = x.shape[-1]
     n_experts = next(iter(w1.values())).shape[1]
-    groups = group_rows(chosen, n_experts, tile_height(chosen.size, n_experts))
+    groups = group_rows(chosen, n_experts, tile_height(chosen.size // share, n_experts))
     inputs = (
         take_rows(quant.fake_q8(x), groups.source, groups.height),
         place_weights(weights, groups),

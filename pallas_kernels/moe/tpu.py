@@ -2,7 +2,8 @@
 
 Rows lie in tiles of one expert; the grid goes over blocks of output columns, then over tiles. A step picks its layer
 and expert by prefetched scalars, so a block of weights is copied from the stacked array once for all consecutive tiles
-of an expert. Steps of unused tiles repeat the last block: nothing is copied or computed for them.
+of an expert. Steps of unused tiles repeat the last block: nothing is copied or computed for them. Where most tiles are
+unused (most pairs are for other devices), the grid ends with the used ones.
 """
 
 import functools
@@ -34,15 +35,26 @@ def tile_height(rows: int, n_experts: int) -> int:
 
 
 def experts(
-    x: Array, chosen: Array, weights: Array, w1: Leaf, w3: Leaf, w2: Leaf, layer, *, limit: float, interpret: bool
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    w1: Leaf,
+    w3: Leaf,
+    w2: Leaf,
+    layer,
+    *,
+    limit: float,
+    share: int,
+    interpret: bool,
 ) -> Array:
     """See `pallas_kernels.moe.experts`."""
     d = x.shape[1]
     n_experts = next(iter(w1.values())).shape[1]
-    groups = group_rows(chosen, n_experts, tile_height(chosen.size, n_experts))
+    groups = group_rows(chosen, n_experts, tile_height(chosen.size // share, n_experts))
     rows = _tiled(quant.fake_q8(x), groups)
     weight = place_weights(weights, groups)
-    call = functools.partial(_call, groups=groups, layer=layer, interpret=interpret)
+    tiles = groups.expert.shape[0] if share == 1 else jnp.maximum(groups.used[0], 1)
+    call = functools.partial(_call, groups=groups, tiles=tiles, layer=layer, interpret=interpret)
     hidden = call(functools.partial(_gate_up, limit=limit), rows, (w1, w3), weight, name="moe_gate_up")
     out = call(_down, hidden, (w2,), None, name="moe_down")
     return out[..., :d].reshape(-1, d)[groups.position]
@@ -71,10 +83,23 @@ def _columns(n: int, bytes_a_column: int) -> int:
     return max(halves or fits or [LANES])
 
 
-def _call(finish, x: Array, leaves: tuple[Leaf, ...], weight: Array | None, *, groups: Groups, layer, interpret, name):
-    """finish(sums of each matrix, weight) of every tile of x [tiles, height, K] -> bf16 [tiles, height, N]."""
+def _call(
+    finish,
+    x: Array,
+    leaves: tuple[Leaf, ...],
+    weight: Array | None,
+    *,
+    groups: Groups,
+    tiles: Array | int,
+    layer: Array | int,
+    interpret: bool,
+    name: str,
+) -> Array:
+    """finish(sums of each matrix, weight) of the first `tiles` tiles of x [tiles, height, K] -> bf16 [tiles, height,
+    N].
+    """
     layer = jnp.asarray(layer, jnp.int32)
-    tiles, height, k = x.shape
+    _, height, k = x.shape
     packed = "words" in leaves[0]
     if packed:
         kp, n = padded(k), leaves[0]["words"].shape[-1]
@@ -123,7 +148,7 @@ def _call(finish, x: Array, leaves: tuple[Leaf, ...], weight: Array | None, *, g
             out_specs=pl.BlockSpec((1, height, columns), lambda j, i, *scalars: (tile(j, i, *scalars), 0, j)),
             scratch_shapes=scratch,
         ),
-        out_shape=jax.ShapeDtypeStruct((tiles, height, n), jnp.bfloat16),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], height, n), jnp.bfloat16),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
         ),

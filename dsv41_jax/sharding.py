@@ -1,0 +1,351 @@
+"""Where every array of a model lives on a mesh: the one table of rules, and what is made or restored by it.
+
+Every dimension of an array has a logical name (`PARAMETERS`, `CACHE`), and `RULES` says over which mesh axes a name is
+split. docs/pods.md shows the result. A dimension that its axes do not divide is either left whole (dense columns, by
+`Parallel.splits`, as the step computes them), padded (experts, Engram rows), or an error.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dsv41_jax.cache import CacheArrays, abstract_arrays, page_tables, pages_for, zero_arrays
+from dsv41_jax.checkpoint.names import flatten, name_map, nest
+from dsv41_jax.checkpoint.released import abstract_params
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.expert_parallel import expert_share
+from dsv41_jax.kernel_params import abstract_packed
+from dsv41_jax.layer_plan import source_ratios
+from dsv41_jax.numerics import Numerics
+from dsv41_jax.pages import PageLayout
+from dsv41_jax.parallel import AXES, CONTEXT, ROW_AXES, TENSOR, WEIGHT_BLOCK, Parallel
+
+Spec = PartitionSpec
+
+# Logical name of a dimension -> the mesh axes it is split over. Names not here are never split.
+RULES: dict[str, tuple[str, ...]] = {
+    "row": ROW_AXES,  # a sequence
+    "page": ROW_AXES,  # of the pools; a row's pages are on the row's device
+    "token": (CONTEXT,),  # of a block, where the step splits it
+    "head": (TENSOR,),  # rows of a matrix that belong to attention heads, in head groups
+    "column": (TENSOR,),  # outputs of a dense matrix
+    "column_block": (TENSOR,),  # the same, in whole blocks of 32 that share FP8 scales
+    "expert": AXES,
+    "memory": AXES,  # rows of an Engram table
+}
+
+# First match wins; a leaf that matches nothing is whole on every device. Stacked leaves begin with their layers.
+PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    ("embed.weight", (None, "column")),
+    ("head.weight", ("column", None)),
+    ("*.attn.wq_b.*", (None, "head", None)),
+    ("*.attn.wo_a.*", (None, "head", None)),
+    ("*.attn.wo_b.*", (None, "column_block", None)),
+    ("*.ffn.experts.*", (None, "expert", None, None)),
+    ("*.ffn.shared_experts.*", (None, "column_block", None)),
+    ("engram.*.embed.*", ("memory", None)),
+    ("engram.*.wkv.*", ("column_block", None)),
+    ("mtp.main_proj.*", ("column_block", None)),
+    ("mtp.markov_head.head.weight", ("column", None)),
+    ("vision.blocks.*.weight", (None, "column", None)),
+    ("aligner.*.weight", ("column", None)),
+)
+
+CACHE: dict[str, tuple[str | None, ...]] = {
+    "window": (None, "row"),
+    "draft_window": (None, "row"),
+    "main_kv": (None, "page"),
+    "index_key": (None, "page"),
+    "tail_values": (None, "row"),
+    "tail_gates": (None, "row"),
+    "page_table": ("row",),
+    "encoder_floor": ("row",),
+    "decoder_floor": ("row",),
+}
+
+
+class ShardingError(ValueError):
+    """A mesh that a model, a batch or an array cannot be spread over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes; in text "DATAxCONTEXTxTENSOR"."""
+
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < 1:
+            raise ShardingError(f"mesh {self}: every axis needs at least one device")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """In the order of the mesh axes."""
+        return self.data, self.context, self.tensor
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.sizes))
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """From "DATAxCONTEXTxTENSOR", e.g. "4x1x4"; ShardingError for anything else."""
+        parts = text.lower().split("x")
+        if len(parts) != 3 or not all(part.isdigit() for part in parts):
+            raise ShardingError(f"mesh {text!r}: give three sizes DATAxCONTEXTxTENSOR, e.g. 4x1x4")
+        return cls(*map(int, parts))
+
+    def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """A mesh over these devices, or over all of the default backend.
+
+        Raises:
+            ShardingError: more or fewer devices than the layout has places.
+        """
+        devices = jax.devices() if devices is None else list(devices)
+        if len(devices) != self.devices:
+            raise ShardingError(f"mesh {self} has {self.devices} places, but there are {len(devices)} devices")
+        return Mesh(np.array(devices).reshape(self.sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def layout_of(mesh: Mesh) -> Layout:
+    """The sizes of a mesh made by `Layout.mesh`; ShardingError for one with other axes."""
+    if tuple(mesh.axis_names) != AXES:
+        raise ShardingError(
+            f"the mesh has axes {tuple(mesh.axis_names)}; needed are {AXES}: make it with sharding.Layout(...).mesh()"
+        )
+    return Layout(*(mesh.shape[axis] for axis in AXES))
+
+
+def check_layout(config: ModelConfig, layout: Layout) -> None:
+    """Refuse a mesh that the model cannot be spread over: ShardingError saying why."""
+    heads, groups, tensor = config.num_attention_heads, config.o_groups, layout.tensor
+    if groups % tensor or heads % tensor or (heads * config.head_dim) % (tensor * WEIGHT_BLOCK):
+        raise ShardingError(
+            f"mesh {layout}: tensor={tensor} does not divide the model's {groups} groups of attention heads; "
+            f"use a divisor of {groups}"
+        )
+    if (config.o_lora_rank * groups) % (tensor * WEIGHT_BLOCK):
+        raise ShardingError(f"mesh {layout}: tensor={tensor} cuts through the blocks of 32 of wo_a")
+
+
+# Specs
+
+
+def spec_of(name: str, axes: Sequence[str | None], shape: Sequence[int], layout: Layout) -> Spec:
+    """The PartitionSpec of an array whose dimensions have these logical names (the rest none).
+
+    Raises:
+        ShardingError: a mesh axis is used twice, or a split dimension is not a multiple of its devices.
+    """
+    sizes = dict(zip(AXES, layout.sizes, strict=True))
+    used: set[str] = set()
+    entries: list[tuple[str, ...] | None] = []
+    for dim, logical in enumerate(axes):
+        split = RULES[logical] if logical else ()
+        count = math.prod(sizes[axis] for axis in split)
+        if count == 1:
+            entries.append(None)
+            continue
+        if used & set(split):
+            raise ShardingError(
+                f"{name}: two dimensions of {tuple(axes)} are split over the mesh axis {used & set(split)}"
+            )
+        if shape[dim] % count:
+            raise ShardingError(
+                f"{name}: dimension {dim} ({logical}, {shape[dim]}) is not a multiple of the {count} devices of mesh "
+                f"{layout} that it is split over"
+            )
+        used |= set(split)
+        entries.append(split)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return Spec(*entries)
+
+
+def param_axes(path: Sequence[str], shape: Sequence[int], layout: Layout) -> tuple[str | None, ...]:
+    """Logical names of a parameter's dimensions; columns that are not split have none."""
+    name = ".".join(path)
+    axes = next((axes for pattern, axes in PARAMETERS if fnmatch.fnmatchcase(name, pattern)), ())
+    parallel = Parallel(*layout.sizes)
+
+    def kept(dim: int, logical: str | None) -> str | None:
+        if logical == "column":
+            return logical if parallel.splits(shape[dim], 1) else None
+        if logical == "column_block":
+            columns = shape[dim] * (WEIGHT_BLOCK if path[-1] == "scale" else 1)
+            return logical if parallel.splits(columns) else None
+        return logical
+
+    return tuple(kept(dim, logical) for dim, logical in enumerate(axes))
+
+
+def param_specs(params: dict, layout: Layout) -> dict:
+    """PartitionSpecs of a parameter pytree (arrays or ShapeDtypeStructs of whole shapes)."""
+    leaves = flatten(params)
+    return nest(
+        {path: spec_of(".".join(path), param_axes(path, x.shape, layout), x.shape, layout) for path, x in leaves}
+    )
+
+
+def cache_specs(arrays: CacheArrays, layout: Layout) -> CacheArrays:
+    """PartitionSpecs of a cache."""
+
+    def specs(field: str) -> Any:
+        return jax.tree.map(lambda x: spec_of(f"cache.{field}", CACHE[field], x.shape, layout), getattr(arrays, field))
+
+    return CacheArrays(**{field.name: specs(field.name) for field in dataclasses.fields(CacheArrays)})
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """The NamedShardings of a pytree of PartitionSpecs: the one place that makes them."""
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, Spec))
+
+
+def optimizer_specs(optimizer: optax.GradientTransformation, params: dict, layout: Layout) -> Any:
+    """PartitionSpecs of an optimizer's state: what it keeps of a parameter lies where the parameter does."""
+    specs = dict(flatten(param_specs(params, layout)))
+    shapes = {path: x.shape for path, x in flatten(params)}
+
+    def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> Spec:
+        keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        return specs[keys] if shapes.get(keys) == leaf.shape else Spec()
+
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(optimizer.init, params))
+
+
+# Parameters
+
+
+def padded_shape(path: Sequence[str], shape: Sequence[int], devices: int) -> tuple[int, ...]:
+    """The shape a parameter has on a mesh: experts and Engram rows are padded to a multiple of the devices."""
+    axes = next((axes for pattern, axes in PARAMETERS if fnmatch.fnmatchcase(".".join(path), pattern)), ())
+    dims = {axis: dim for dim, axis in enumerate(axes)}
+    for logical in ("expert", "memory"):
+        if logical in dims:
+            dim = dims[logical]
+            return *shape[:dim], expert_share(shape[dim], devices) * devices, *shape[dim + 1 :]
+    return tuple(shape)
+
+
+def abstract(
+    config: ModelConfig, numerics: Numerics, mesh: Mesh, *, engram: str = "device", expert_storage: str = "fp4"
+) -> dict:
+    """The parameters `load` gives on a mesh, as ShapeDtypeStructs with shardings."""
+    layout = layout_of(mesh)
+    check_layout(config, layout)
+    plain = flatten(abstract_params(config, numerics, engram=engram, expert_storage=expert_storage))
+    padded = {path: jax.ShapeDtypeStruct(padded_shape(path, x.shape, layout.devices), x.dtype) for path, x in plain}
+    params = nest(padded)
+    if numerics.kernels:
+        params = abstract_packed(params)
+    return placed(mesh, params, param_specs(params, layout))
+
+
+def placed(mesh: Mesh, tree: Any, specs: Any) -> Any:
+    """ShapeDtypeStructs with the shardings of `specs`."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings(mesh, specs)
+    )
+
+
+def init(make: Callable[[jax.Array], dict], key: jax.Array, mesh: Mesh) -> dict:
+    """`make(key)`, a parameter pytree, made in place in its shards: no device ever holds a whole split array.
+
+    Its expert and Engram dimensions must be multiples of the devices.
+    """
+    specs = param_specs(jax.eval_shape(make, key), layout_of(mesh))
+    return jax.jit(make, out_shardings=shardings(mesh, specs))(key)
+
+
+def placement(config: ModelConfig, mesh: Mesh) -> dict[str, Callable]:
+    """The arguments `placement` and `padded` of `checkpoint.released.load_params` that restore a model straight into
+    its shards: each process reads what its devices hold, and nothing else.
+    """
+    layout = layout_of(mesh)
+    check_layout(config, layout)
+    shapes = {
+        path: padded_shape(path, (*leaf.stack, *leaf.shape), layout.devices)
+        for path, leaf in name_map(config).leaves.items()
+    }
+
+    def sharding(name: str) -> NamedSharding:
+        path = tuple(name.split("."))
+        return NamedSharding(mesh, spec_of(name, param_axes(path, shapes[path], layout), shapes[path], layout))
+
+    return {"placement": sharding, "padded": lambda path, shape: padded_shape(path, shape, layout.devices)}
+
+
+# Caches
+
+
+def padded_rows(rows: int, layout: Layout) -> int:
+    """Rows of a cache for a batch: a multiple of the devices that share them. The last ones stay empty."""
+    shards = layout.data * layout.tensor
+    return -(-rows // shards) * shards
+
+
+def pages_of_shard(config: ModelConfig, numerics: Numerics, pages: int) -> int:
+    """Pages of a device's pools, at least `pages`: whole lines of 128 index scales."""
+    layouts: Iterable[PageLayout] = (PageLayout.of(config, numerics, ratio) for ratio in source_ratios(config))
+    steps = [128 // math.gcd(128, layout.index_scale_words) for layout in layouts if layout.packed]
+    step = math.lcm(*steps) if steps else 1
+    return -(-pages // step) * step
+
+
+def abstract_cache(
+    config: ModelConfig, numerics: Numerics, mesh: Mesh, batch: int, max_len: int, pages: int | None = None
+) -> CacheArrays:
+    """A cache on a mesh, as ShapeDtypeStructs with shardings.
+
+    Args:
+        batch: rows, padded to a multiple of the devices that share them.
+        pages: pages of each device's pools; default: enough for its rows.
+    """
+    layout = layout_of(mesh)
+    arrays = abstract_arrays(
+        config,
+        numerics,
+        padded_rows(batch, layout),
+        max_len,
+        cache_pages(config, numerics, layout, batch, max_len, pages),
+    )
+    return placed(mesh, arrays, cache_specs(arrays, layout))
+
+
+def cache_pages(
+    config: ModelConfig, numerics: Numerics, layout: Layout, batch: int, max_len: int, pages: int | None = None
+) -> int:
+    """Pages of the pools of all devices together; see `abstract_cache`."""
+    shards = layout.data * layout.tensor
+    if pages is None:
+        pages = padded_rows(batch, layout) // shards * pages_for(max_len)
+    return shards * pages_of_shard(config, numerics, pages)
+
+
+def zero_cache(config: ModelConfig, numerics: Numerics, mesh: Mesh, batch: int, max_len: int) -> CacheArrays:
+    """An empty cache made in its shards; every row owns the pages it can need. Page ids count within a device."""
+    layout = layout_of(mesh)
+    rows = padded_rows(batch, layout)
+    pages = cache_pages(config, numerics, layout, batch, max_len)
+
+    def make() -> CacheArrays:
+        arrays = zero_arrays(config, numerics, rows, max_len, pages)
+        per_row = arrays.page_table.shape[1]
+        return arrays.replace(page_table=page_tables(rows, per_row, layout.data * layout.tensor))
+
+    specs = cache_specs(jax.eval_shape(make), layout)
+    return jax.jit(make, out_shardings=shardings(mesh, specs))()
