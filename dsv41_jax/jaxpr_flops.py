@@ -120,7 +120,7 @@ def _count(jaxpr: ClosedJaxpr | Jaxpr, facts: _Facts) -> Counts:
 
 
 def _sum(a: Counts, b: Counts) -> Counts:
-    return {key: a.get(key, 0) + b.get(key, 0) for key in (*a, *(key for key in b if key not in a))}
+    return {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}
 
 
 def _times(counts: Counts, factor: float) -> Counts:
