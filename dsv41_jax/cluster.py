@@ -89,7 +89,10 @@ def _detected_by_jax() -> Cluster | None:
         count = kind.get_process_count()
         if count == 1:
             return None
-        address = kind.get_coordinator_address(timeout_secs=_HOST_SECONDS, override_coordinator_port=None)
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        if port is None and kind is clusters.SlurmCluster:
+            port = str(10000 + 2 * (int(os.environ["SLURM_JOB_ID"]) % 10000))  # jobs may share a node
+        address = kind.get_coordinator_address(timeout_secs=_HOST_SECONDS, override_coordinator_port=port)
         return Cluster(
             address, count, kind.get_process_id(), _slurm_devices() if kind is clusters.SlurmCluster else None
         )

@@ -110,6 +110,7 @@ def initialize(
         return Processes(None)
     roll_call = RollCall(cluster.host, cluster.port, cluster.processes, cluster.process, peer_timeout, start_timeout)
     here = Processes(roll_call)
+    print(f"{here.names[here.index]}: all {here.count} processes are here", file=sys.stderr)
     here.check_same({"jax": jax.__version__, "jaxlib": jaxlib.__version__, "the code": _digest_of_code()})
     try:
         _start_jax(cluster, peer_timeout, start_timeout)

@@ -172,7 +172,13 @@ def test_a_process_that_never_comes_to_an_exchange(port):
 
 # --- who takes part --------------------------------------------------------------------------------------------------
 
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
+VARIABLES = (
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_COORDINATOR_PORT",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+    "JOB_COMPLETION_INDEX",
+)
 SLURM = {
     "SLURM_JOB_ID": "4100",
     "SLURM_STEP_NODELIST": "tpu[007-009],gpu1",
@@ -202,12 +208,12 @@ def test_alone_unless_something_says_otherwise(environment):
 
 def test_flags_come_before_variables_and_those_before_detection(environment):
     environment(**SLURM)
-    port = 4100 % 2**12 + 65535 - 2**12 + 1
+    port = 10000 + 2 * 4100
     assert find_cluster() == Cluster(f"tpu007:{port}", 4, 2)
     environment(SLURM_NTASKS="8", SLURM_LOCALID="1")  # two tasks on a node
     assert find_cluster() == Cluster(f"tpu007:{port}", 8, 2, (1,))
-    environment(SLURM_GPUS_PER_TASK="1")
-    assert find_cluster() == Cluster(f"tpu007:{port}", 8, 2)
+    environment(SLURM_GPUS_PER_TASK="1", JAX_COORDINATOR_PORT="77")
+    assert find_cluster() == Cluster("tpu007:77", 8, 2)
     environment(JAX_COORDINATOR_ADDRESS="job-0.job:8476", JAX_NUM_PROCESSES="4", JOB_COMPLETION_INDEX="3")
     assert find_cluster() == Cluster("job-0.job:8476", 4, 3)
     environment(JAX_PROCESS_ID="1")
