@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -32,6 +33,8 @@ class EngramStats:
             caller waited.
         read_rows, read_bytes: everything read from the table, announced rows that nobody asked for included.
         kept_rows, kept_bytes: hot rows held now, and the bytes allocated for them and their bookkeeping.
+        lookups: rows asked for, each as often as a call asks for it (a position asks for one in each column).
+        seconds: what `rows` took, summed over the calls: reading, waiting for what was announced, dequantising.
     """
 
     asked: int
@@ -41,6 +44,13 @@ class EngramStats:
     read_bytes: int
     kept_rows: int
     kept_bytes: int
+    lookups: int
+    seconds: float
+
+    @property
+    def lookups_per_second(self) -> float:
+        """Lookups for each second that callers waited for them; 0 before the first."""
+        return self.lookups / self.seconds if self.seconds else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -80,7 +90,8 @@ class PrefetchingTable:
         self._hot = HotRows(table.row_bytes, hot_bytes, table.shape[0])
         self._lock = threading.Lock()  # of the hot rows, the staged batches and the counters; never held over a read
         self._staged: list[_Batch] = []
-        self._asked = self._found_hot = self._found_staged = self._read_rows = 0
+        self._asked = self._found_hot = self._found_staged = self._read_rows = self._lookups = 0
+        self._seconds = 0.0
         # Its threads end with `close`, with this object, or with the process, whichever comes first.
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="engram")
 
@@ -101,6 +112,8 @@ class PrefetchingTable:
                 read_bytes=self._read_rows * self._table.row_bytes,
                 kept_rows=self._hot.kept,
                 kept_bytes=self._hot.nbytes,
+                lookups=self._lookups,
+                seconds=self._seconds,
             )
 
     def prefetch(self, ids: np.ndarray) -> None:
@@ -124,6 +137,7 @@ class PrefetchingTable:
         Raises:
             IndexError: an id outside the table. EOFError, OSError: of reading the file, in the background or now.
         """
+        start = time.perf_counter()
         distinct, place = self._table.distinct(ids)
         values = np.empty((len(distinct), self.shape[1]), self._table.dtype)
         announced, missing = self._take(distinct), np.ones(len(distinct), bool)
@@ -138,7 +152,11 @@ class PrefetchingTable:
             batch.wait()
             values[missing] = batch.values
             self._finish(batch, asked=len(batch.ids), hot=int(batch.hot.sum()), ahead=False)
-        return values[place].reshape(*np.shape(ids), self.shape[1])
+        result = values[place].reshape(*np.shape(ids), self.shape[1])
+        with self._lock:
+            self._lookups += len(place)
+            self._seconds += time.perf_counter() - start
+        return result
 
     def close(self) -> None:
         """End the readers and close the table's files; the table cannot be read afterwards."""

@@ -72,6 +72,7 @@ class StoredTable:
     Attributes:
         shape: (rows, row width). dtype: what `rows` gives.
         row_bytes: stored bytes of a row with its scales (264 in the release).
+        weight_dtype, scaled: stored type of a number, and whether one UE8M0 scale for 32 of them follows.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class StoredTable:
             raise ValueError(f"Engram scale {scale[0]} does not fit a table of {weight[0]}")
         self.shape = (rows, width)
         self.dtype = np.dtype(dtype)
-        self._weight_dtype, self._scale_dtype = np.dtype(weight_dtype), None if scale is None else np.dtype(scale[1])
-        self._weight_bytes = width * self._weight_dtype.itemsize
+        self.weight_dtype, self.scaled = np.dtype(weight_dtype), scale is not None
+        self._scale_dtype = None if scale is None else np.dtype(scale[1])
+        self._weight_bytes = width * self.weight_dtype.itemsize
         self.row_bytes = self._weight_bytes + (0 if scale is None else scale[0][1] * self._scale_dtype.itemsize)
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
@@ -113,7 +115,7 @@ class StoredTable:
 
     def dequantize(self, stored: np.ndarray) -> np.ndarray:
         """What `read` gives [n, row_bytes] -> rows [n, width] in `dtype`."""
-        weight = np.ascontiguousarray(stored[:, : self._weight_bytes]).view(self._weight_dtype)
+        weight = np.ascontiguousarray(stored[:, : self._weight_bytes]).view(self.weight_dtype)
         scale = None
         if self._scale_dtype is not None:
             scale = np.ascontiguousarray(stored[:, self._weight_bytes :]).view(self._scale_dtype)

@@ -130,7 +130,9 @@ class Model:
 
     @property
     def engram_stats(self) -> dict[int, EngramStats]:
-        """By Engram layer whose table is off the device: rows asked for, hit rate, bytes read and kept."""
+        """By Engram layer whose table is off the device: rows asked for, hit rate, lookups a second, bytes read and
+        kept.
+        """
         return {layer: table.stats for layer, table in self._runner.tables.items()}
 
     def decode(self, cache: Cache, token_ids: np.ndarray) -> tuple[Array, Cache]:

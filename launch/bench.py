@@ -3,6 +3,7 @@
     python launch/bench.py generate
     python launch/bench.py kernels
     python launch/bench.py kernels --static v5p v6e
+    python launch/bench.py engram --gigabytes 8
 
 `generate` prints tokens a second of prefill (by mode) and of decode (with and without drafts), by numerics, at batch 1.
 Absolute numbers depend on the machine and on what else it does; the ratios to the first row of a kind are the result.
@@ -10,6 +11,9 @@ Absolute numbers depend on the machine and on what else it does; the ratios to t
 `kernels` prints the time of every operation's kernel beside its reference's, and the fraction reached of
 max(bytes / copy, FLOPs / matmul), both measured first. With --static it compiles the kernels at released sizes for TPUs
 that need not be there, and prints the instruction bundles of each program: a change can be ranked without a chip.
+
+`engram` prints how many rows a second come from Engram tables off the device: host memory, and a file with its pages
+and rows cached or not.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 import dsv41_jax as ds
-from dsv41_jax import ced, compile_cache
+from dsv41_jax import ced, compile_cache, engram_bench
 from dsv41_jax.kernel_workloads import OPERATIONS, Workload, workloads
 from dsv41_jax.kernel_workloads.timing import Roofline, best_seconds, roofline
 from dsv41_jax.sampling import SamplingOptions
@@ -299,6 +304,20 @@ def loops_text(loops: list[Loop]) -> str:
     return "\n".join(lines)
 
 
+def engram(flags: argparse.Namespace) -> None:
+    """`bench.py engram`."""
+    rows = int(flags.gigabytes * 1e9) // engram_bench.ROW_BYTES
+    with tempfile.TemporaryDirectory(dir=flags.folder, prefix="engram-bench-") as folder:
+        found = engram_bench.measure(Path(folder) / "table.bin", rows, flags.tokens, flags.calls, flags.repeats)
+    facts = machine() | {"table_rows": rows, "table_bytes": rows * engram_bench.ROW_BYTES}
+    if flags.json:
+        print(json.dumps({"machine": facts, "results": [dataclasses.asdict(one) for one in found]}, indent=1))
+        return
+    print(", ".join(f"{name}: {value}" for name, value in facts.items()))
+    print(f"calls of {engram_bench.COLUMNS} rows a token, {flags.calls} calls, median of {flags.repeats}")
+    print(engram_bench.table(found))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -328,6 +347,14 @@ def main(argv: list[str] | None = None) -> None:
         "--loops", type=int, default=1, help="with --static: programs whose loops are printed (default: 1)"
     )
     two.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    three = commands.add_parser("engram", help="rows a second of Engram tables in host memory and in a file")
+    three.set_defaults(run=engram)
+    three.add_argument("--gigabytes", type=float, default=2.0, help="size of the table that is made (default: 2)")
+    three.add_argument("--folder", default=None, help="where its file is made (default: the system's temporary folder)")
+    three.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="tokens of a call (default: 64 512)")
+    three.add_argument("--calls", type=int, default=20, help="calls of a repeat (default: 20)")
+    three.add_argument("--repeats", type=int, default=5, help="times each thing is measured (default: 5)")
+    three.add_argument("--json", action="store_true", help="print JSON instead of a table")
     flags = parser.parse_args(argv)
     compile_cache.enable()
     flags.run(flags)

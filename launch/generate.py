@@ -6,13 +6,14 @@ python launch/generate.py --model=demo --prompt="The harbour"
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 
 import jax
 
 import dsv41_jax as ds
-from dsv41_jax import compile_cache
+from dsv41_jax import compile_cache, distributed
 from pallas_kernels.implementation import IMPLEMENTATIONS
 
 OPTIONS = (
@@ -60,6 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=None,
         help="folder that keeps compiled programs for the next run (default: a folder in the user's cache)",
     )
+    distributed.add_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -82,25 +84,22 @@ def run(flags: argparse.Namespace) -> None:
     model = ds.load(flags.model, numerics=flags.numerics, implementation=flags.implementation)
     print(f"implementation: {model.implementation} on {jax.devices()[0].device_kind}", file=sys.stderr)
     options = {name: getattr(flags, name) for name in OPTIONS}
+    first = jax.process_index() == 0  # the others compute the same text
     if flags.chat:
         pieces = answer(model, flags.prompt, flags.thinking, options)
     else:
-        pieces = model.stream(flags.prompt, **options)
-        sys.stdout.write(flags.prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        pieces = itertools.chain([flags.prompt], model.stream(flags.prompt, **options))
+    for piece in itertools.chain(pieces, ["\n"]):
+        if first:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
 
 
 def main(argv: list[str] | None = None) -> None:
     """Continue or answer a prompt; `argv` as on the command line. Ends the process with a message on bad options."""
     flags = parse(argv)
     compile_cache.enable(flags.compilation_cache)
-    try:
-        run(flags)
-    except (ValueError, OSError) as error:
-        sys.exit(f"generate: {error}")
+    distributed.run_command("generate", run, flags, may_differ=["compilation_cache"])
 
 
 if __name__ == "__main__":

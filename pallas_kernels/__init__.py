@@ -8,8 +8,8 @@
     mhc                the residual streams' update, mix and norm in one pass
 
 A package per operation: `__init__` checks arguments and selects, `reference` says what is right, `tpu` (Mosaic) and
-`gpu` (Triton) compute it. `implementation` holds the choice, `gpu_codes` what GPU kernels decode codes with, `schedule`
-reads the TPU compiler's schedule.
+`gpu` (Triton) compute it. `implementation` holds the choice, `gpu_codes` what GPU kernels decode codes with, `flops`
+how much arithmetic a call of each kernel is, `schedule` reads the TPU compiler's schedule.
 """
 
 # The two packages import each other's modules. Beginning with this one in every case, there is one order of imports.

@@ -1,12 +1,18 @@
-"""FLOPs from jaxprs: single operations by hand, every kind of nesting, and XLA's count of an unrolled program."""
+"""FLOPs from jaxprs: single operations by hand, every kind of nesting, and XLA's count of an unrolled program. Kernels
+are in `test_kernel_flops`.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
-from dsv41_jax.accounting import flops, jaxpr_flops
+from dsv41_jax.accounting import flops, jaxpr_flops, work
+from pallas_kernels.flops import ONE_HOT_SCOPE
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 ONE = 2 * 4**3  # X @ X
@@ -98,6 +104,70 @@ def test_a_jaxpr_and_large_abstract_arguments():
 def test_what_cannot_be_counted_is_refused(function, name):
     with pytest.raises(ValueError, match=name):
         flops(function, X)
+
+
+@pytest.mark.parametrize("trips", [0, 1, 2.5])
+def test_while_loops_run_as_often_as_said(trips):
+    """The body as often, the condition once more; a scan inside multiplies."""
+
+    def loop(x):
+        return lax.while_loop(lambda c: (c @ c).sum() < 9, lambda c: repeat(c, 3), x @ x)
+
+    assert work(loop, X, while_trips=trips)["f32"] == (1 + (trips + 1) + 3 * trips) * ONE
+    with pytest.raises(ValueError, match="say so with while_trips"):
+        work(loop, X)
+
+
+def test_a_device_of_a_mesh():
+    """A shard_map counts as one device's part of it; exchanges cost nothing."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = PartitionSpec("x")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def program(x):
+        whole = lax.all_gather(x, "x", axis=0, tiled=True)
+        part = lax.psum_scatter(repeat(whole, 2) @ whole, "x", scatter_dimension=0, tiled=True)
+        return lax.all_to_all(lax.psum(part, "x"), "x", 0, 0, tiled=True)
+
+    assert flops(jax.jit(program), X) == {"matmul": 3 * ONE, "convolution": 0}
+
+    abstract = jax.sharding.AbstractMesh((4,), ("x",))
+    share = jax.shard_map(lambda x: x @ x.T, mesh=abstract, in_specs=spec, out_specs=spec, check_vma=False)
+    assert flops(share, jax.ShapeDtypeStruct((8, 4), jnp.float32))["matmul"] == 2 * 2 * 4 * 2  # [2, 4] on each of 4
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "precision"),
+    [
+        (jnp.float32, jnp.float32, "f32"),
+        (jnp.bfloat16, jnp.float32, "f32"),
+        (jnp.bfloat16, jnp.bfloat16, "bf16"),
+        (jnp.bfloat16, jnp.float8_e4m3fn, "bf16"),
+        (jnp.float8_e4m3fn, jnp.float8_e5m2, "fp8"),
+        (jnp.int8, jnp.int8, "fp8"),
+        (jnp.float4_e2m1fn, jnp.float8_e4m3fn, "fp8"),
+        (jnp.float4_e2m1fn, jnp.float4_e2m1fn, "fp4"),
+    ],
+)
+def test_the_wider_operand_is_the_precision(left, right, precision):
+    a, b = jax.ShapeDtypeStruct((4, 4), left), jax.ShapeDtypeStruct((4, 4), right)
+    product = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    found = work(functools.partial(product, preferred_element_type=jnp.float32), a, b)
+    assert found == {"fp4": 0, "fp8": 0, "bf16": 0, "f32": 0, "one_hot": 0} | {precision: ONE}
+
+
+def test_products_that_only_move_values_are_apart():
+    """Those of a named scope, also inside a function that is jitted on its own; scopes of other names count."""
+
+    def gather(x):
+        with jax.named_scope(ONE_HOT_SCOPE):
+            rows = jnp.einsum("sn,nd->sd", jnp.eye(4), x)
+        with jax.named_scope("one_hot_like"):
+            return rows @ x
+
+    found = work(lambda x: lax.scan(lambda c, _: (gather(c), None), x, None, length=3)[0], X)
+    assert found["one_hot"] == found["f32"] == 3 * ONE
+    assert flops(gather, X)["matmul"] == ONE
 
 
 def test_xla_counts_the_same_when_unrolled():

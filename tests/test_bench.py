@@ -67,6 +67,15 @@ def test_kernels_on_a_cpu_are_tiny_and_say_so(capsys):
     assert "| mhc | connect n=2 |" in text and "measured: copy" in text
 
 
+def test_engram_lookups_are_counted_in_every_place(capsys):
+    bench.main("engram --gigabytes 0.001 --tokens 4 32 --calls 2 --repeats 2 --json".split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["table_rows"] == 3787 and found["machine"]["table_bytes"] == 3787 * 264
+    places = ("host", "mmap cold", "mmap warm", "mmap hot")
+    assert [(r["place"], r["tokens"]) for r in found["results"]] == [(p, t) for p in places for t in (4, 32)]
+    assert all(0 < r["slowest"] <= r["median"] <= r["fastest"] for r in found["results"])
+
+
 @pytest.mark.slow
 def test_bundles_without_a_tpu():
     """In a process of its own: schedules are dumped by a process that asks for it before it uses libtpu."""

@@ -124,7 +124,10 @@ def test_counts_without_hot_rows(watched):
     assert stats.read_rows == 3 + 2 + (2 + 1) + 1 == len(watched.reads)
     assert stats.read_bytes == 9 * STORED
     assert (stats.kept_rows, stats.kept_bytes, stats.hit_rate) == (0, 0, 0.0)
-    assert PrefetchingTable(watched).stats.hit_rate == 0.0
+    assert stats.lookups == 6 + 2 + 2 + 1
+    assert stats.lookups_per_second == stats.lookups / stats.seconds > 0
+    fresh = PrefetchingTable(watched).stats
+    assert fresh.hit_rate == fresh.lookups_per_second == 0.0
     table.close()
 
 

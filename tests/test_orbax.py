@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dsv41_jax as ds
-from dsv41_jax.checkpoint import orbax as module
-from dsv41_jax.checkpoint.names import flatten, name_map
+from dsv41_jax.checkpoint import pieces
+from dsv41_jax.checkpoint.checksum import crc32, read_checksums
+from dsv41_jax.checkpoint.names import flatten, name_map, nest
 from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.checkpoint.orbax import ENGRAM_FILE, OrbaxFolder, save_orbax
 from dsv41_jax.checkpoint.released import CheckpointError, ReleasedFolder, load_params, save_released
@@ -66,16 +68,24 @@ def assert_same_leaves(found, expected):
 
 def test_layout(folder, source):
     assert {p.name for p in folder.parent.iterdir()} == {"model"}
-    assert {p.name for p in folder.iterdir()} == {"config.json", "params", ENGRAM_FILE, "token_map.npy"}
+    assert {p.name for p in folder.iterdir()} == {
+        "config.json",
+        "params",
+        ENGRAM_FILE,
+        "token_map.npy",
+        "checksums.json",
+    }
     assert (folder / "config.json").read_bytes() == (source.path / "config.json").read_bytes()
     tables = read_safetensors(folder / ENGRAM_FILE)
     assert set(tables) == {n for n in source.entries if ".engram.embed." in n}
     for name, value in tables.items():
         assert value.tobytes() == source.read(name).tobytes()
+    expected = {name: crc32(source.read(name)) for name in source.entries}
+    assert read_checksums(folder).tensors == expected
 
 
 def test_a_chunk_lies_in_one_released_tensor(folder, source):
-    """So a converter can write released tensors one by one."""
+    """So a converter can write released tensors one by one, and a reader opens those it wants."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(folder / "params").item_metadata.tree
     leaves = name_map(source.config).leaves
@@ -84,22 +94,67 @@ def test_a_chunk_lies_in_one_released_tensor(folder, source):
         assert leaf.storage.chunk_shape == (1,) * n + leaf.shape[n:], path
 
 
+def test_plain_orbax_restores_it(folder, source):
+    expected = nest({p: v for p, v in flatten(load_params(source, RELEASED)) if p[:1] + p[2:3] != ("engram", "embed")})
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(folder / "params")
+        assert_same_leaves(found, expected)
+        assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
+        sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec("x"))
+        args = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=sharding), expected)
+        found = checkpointer.restore(folder / "params", args=ocp.args.PyTreeRestore(restore_args=args))
+        assert_same_leaves(found, expected)
+        assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(found))
+
+
+def test_only_the_chunks_of_the_rows_asked_for_are_read(source, tmp_path, monkeypatch):
+    """The other chunks are not even there."""
+    monkeypatch.setattr(pieces, "CHUNK_BYTES", 2000)
+    save_orbax(load_params(source, RELEASED), source.config, tmp_path / "model")
+    opened = OrbaxFolder.open(tmp_path / "model")
+    name = "layers.2.attn.wq_b.weight"
+    value, rows = source.read(name), pieces.chunk_rows(source_spec := opened.entries[name])
+    assert rows * value[0].nbytes <= 2000 < 2 * rows * value[0].nbytes and source_spec.shape[0] > 4 * rows
+    for chunk in (tmp_path / "model/params/layers.attn.wq_b.weight").glob("[0-9]*"):
+        if chunk.name not in ("2.1.0", "2.2.0"):
+            chunk.unlink()
+    found = opened.rows(name, rows + 1, 3 * rows - 1)
+    assert found.tobytes() == value[rows + 1 : 3 * rows - 1].tobytes()
+    for start, stop in ((rows - 1, rows + 1), (3 * rows, 3 * rows + 1)):
+        with pytest.raises(CheckpointError, match="layers.2.attn.wq_b.weight cannot be read .NOT_FOUND: chunk"):
+            opened.rows(name, start, stop)
+    with pytest.raises(IndexError, match="outside shape"):
+        opened.rows(name, 0, len(value) + 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": True, "use_zarr3": True}, {"use_ocdbt": False}])
+def test_what_orbax_itself_wrote_is_read_too(folder, source, options, tmp_path):
+    """Compressed, all tensors of a leaf in one chunk, in every container Orbax has."""
+    path = copied(folder, tmp_path)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.restore(path / "params")
+    shutil.rmtree(path / "params")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(path / "params", ocp.args.PyTreeSave(tree))
+    assert (path / "params/manifest.ocdbt").exists() == options.get("use_ocdbt", True)
+    opened = OrbaxFolder.open(path)
+    for name in source.entries:
+        assert opened.rows(name, 0, opened.entries[name].shape[0]).tobytes() == source.read(name).tobytes(), name
+
+
 def test_every_released_tensor_keeps_its_bytes(folder, source):
     opened = OrbaxFolder.open(folder)
     for name in opened.reading_order(source.entries):
         value = source.read(name)
         found = opened.rows(name, 0, len(value))
         assert found.dtype == value.dtype and found.tobytes() == value.tobytes(), name
-        assert opened.rows(name, 1, 3).tobytes() == value[1:3].tobytes()
+        half = len(value) // 2
+        assert opened.rows(name, half, len(value)).tobytes() == value[half:].tobytes()
 
 
-@pytest.mark.parametrize("batch_bytes", [1 << 30, 100_000])
-def test_released_numerics_restore_the_same_leaves(folder, source, batch_bytes, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", batch_bytes)
-    opened = OrbaxFolder.open(folder)
-    assert (max(opened._batch_of.values()) > 3) == (batch_bytes == 100_000)
+def test_released_numerics_restore_the_same_leaves(folder, source):
     reports = []
-    found = load_params(opened, RELEASED, progress=lambda *n: reports.append(n))
+    found = load_params(OrbaxFolder.open(folder), RELEASED, progress=lambda *n: reports.append(n))
     assert_same_leaves(found, load_params(source, RELEASED))
     assert reports[-1][0] == reports[-1][1] == sum(e.nbytes for e in source.entries.values())
 
@@ -166,16 +221,15 @@ def test_incomplete_folders(folder, tmp_path, token_map):
         (path / name).rename(tmp_path / name)
         refused(path, name, *parts)
         (tmp_path / name).rename(path / name)
-    for name in ("_METADATA", "manifest.ocdbt"):
-        (path / "params" / name).rename(tmp_path / name)
+    for name in ("_METADATA", "layers.attn.wq_a.weight/.zarray"):
+        (path / "params" / name).rename(tmp_path / "aside")
         refused(path, "params", "convert the model again")
-        (tmp_path / name).rename(path / "params" / name)
-    opened = OrbaxFolder.open(path)
-    for file in (path / "params").rglob("d/*"):
-        file.write_bytes(file.read_bytes()[:-1000])
-    refused(path, "params", "is not a complete Orbax checkpoint (its metadata cannot be read)")
-    with pytest.raises(CheckpointError, match="incomplete or damaged: convert the model again"):
-        load_params(opened, RELEASED)
+        (tmp_path / "aside").rename(path / "params" / name)
+    chunk = path / "params/layers.attn.wq_a.weight/1.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    refused(path, "layers.1.attn.wq_a.weight cannot be read", "damaged: convert the model again")
+    chunk.unlink()
+    refused(path, "layers.1.attn.wq_a.weight cannot be read", "missing")
     shutil.rmtree(path / "params")
     with pytest.raises(CheckpointError, match="neither"):
         ds.load(path, token_map=token_map)
@@ -218,5 +272,5 @@ def test_saving_refuses_before_it_writes(source, folder, tmp_path):
     values = dict(flatten(load_params(source, FLOAT32)))
     assert jax.tree.leaves(values)  # holds NaN: the source has NaN codes
     with pytest.raises(CheckpointError, match="not finite"):
-        save_orbax(module.nest(values), source.config, tmp_path / "new")
+        save_orbax(nest(values), source.config, tmp_path / "new")
     assert {p.name for p in tmp_path.iterdir()} == {"taken"}

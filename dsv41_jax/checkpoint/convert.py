@@ -1,146 +1,114 @@
-"""Conversion of a model's folder between the released format and an Orbax folder, in one process.
+"""Conversion of a model's folder between the released format and an Orbax folder: what may be converted, and where to.
 
-Host memory: all parameters in their stored forms but the Engram tables, which pass through in blocks (for the released
-checkpoint 308 GB of 510 GB), plus the leaves that Orbax is reading or writing: 1 to 2 GB, or the largest weight with
-its scale if that is more (96 GB in the released checkpoint). Disk: the size of the model, beside the source.
+Tensors pass through in pieces, a few at a time, from the source straight to where they will lie (`pieces`, `transfer`),
+so host memory does not depend on the model's size. What is done is kept in a partial folder (`partial_folder`): after a
+kill the same call goes on. Several processes convert a share of the pieces each into the same folder (`conversion`);
+process 0 waits for the others and completes it. Every tensor gets a checksum (`checksum`).
 """
 
-import os
-import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import errno
+from collections.abc import Callable
 from pathlib import Path
 
-from tqdm import tqdm
-
-from dsv41_jax.checkpoint.names import NameMap, name_map
+from dsv41_jax.checkpoint.checksum import CHECKSUM_FILE, read_checksums
+from dsv41_jax.checkpoint.conversion import Conversion, Processes, compare
 from dsv41_jax.checkpoint.new_folder import check_free
 from dsv41_jax.checkpoint.open_folder import is_orbax_folder, open_folder
-from dsv41_jax.checkpoint.orbax import OrbaxFolder, save_orbax
-from dsv41_jax.checkpoint.released import is_table, load_params
+from dsv41_jax.checkpoint.released_folder import complain
 from dsv41_jax.checkpoint.safetensors_file import CheckpointError
-from dsv41_jax.checkpoint.save_released import SHARD_BYTES, save_released
-from dsv41_jax.numerics import RELEASED
+from dsv41_jax.checkpoint.save_released import SHARD_BYTES
 
 FORMATS = ("orbax", "released")
-_HEADROOM = 1.01  # headers, index and metadata beside the payload
+_ALONE = Processes()
 
 
 def convert(
-    source: str | Path, target: str | Path, to: str, *, force: bool = False, shard_bytes: int = SHARD_BYTES
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    *,
+    revision: str | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    processes: Processes = _ALONE,
+    finish: bool = False,
+    verify: bool = False,
+    write: Callable[[str], None] = print,
 ) -> None:
-    """Write the model in folder `source` to a new folder `target`; every tensor keeps its bytes. Shows progress.
+    """Write the model `source` to a new folder `target`; every tensor keeps its bytes. Shows progress.
 
     Configuration, tokenizer files and token map come along; other files of the source do not. `target` appears under
-    its name only when complete.
+    its name only when complete; until then what is done is in `.NAME.partial` beside it, and calling again goes on.
 
     Args:
-        source: a folder in the other format.
-        target: must not exist or be empty, unless `force` is given.
+        source: a folder in the other format, or a hub id "owner/name".
+        target: must not exist or be empty, unless `force` is given. If it is the complete result of this very
+            conversion, nothing is done.
         to: "orbax" or "released".
+        revision: of a hub id: a branch, tag or commit.
         force: replace `target` if it holds a model; the old one is kept until the new one is complete.
         shard_bytes: see `save_released`.
+        processes: who takes part, and which of them this is.
+        finish: convert nothing, only complete a folder whose shares are all done.
+        verify: before the folder gets its name, read all of it again and compare the checksums.
+        write: takes a line of report.
 
     Raises:
-        ValueError: an unknown format. FileNotFoundError: no such source. CheckpointError: the source is not whole or
-            has the wanted format already, the target is occupied, or the disk too small; all before anything is loaded.
+        ValueError: an unknown format, or choices that exclude each other. FileNotFoundError, ConnectionError: no such
+            source. CheckpointError, before anything is written: the source is not whole, has the wanted format already,
+            or is not the one that the partial folder was begun with; the target is occupied or being written; the disk
+            is too small. CheckpointError, later: a process is missing, the source or the copy is damaged, the disk is
+            full.
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r} is unknown; choose one of {', '.join(FORMATS)}")
-    source, target = Path(source).resolve(), Path(target).resolve()
-    if not source.is_dir():
-        raise FileNotFoundError(f"{source}: no such folder")
-    if is_orbax_folder(source) == (to == "orbax"):
-        raise CheckpointError(f"{source}: is in the format {to!r} already")
-    replaces = _check_target(source, target, force)
-    folder = open_folder(source)
-    names = name_map(folder.config)
-    total = sum(spec.nbytes for spec in names.specs.values())
-    _check_disk(target, total)
-    with _bar(f"reading {source.name}", total - _table_bytes(names)) as bar:
-        params = load_params(folder, RELEASED, engram="mmap", progress=lambda done, _: bar.update(done - bar.n))
-    if isinstance(folder, OrbaxFolder):
-        folder.release()
-    fresh = target.with_name(f".{target.name}.new-{os.getpid()}") if replaces else target
+    if force and processes.count > 1:
+        raise ValueError("force is for a single process; with several, move the old folder away first")
+    if finish and processes.index:
+        raise ValueError(f"finish is for process 0, not process {processes.index}")
+    target = Path(target).resolve()
+    if not force and not (target / CHECKSUM_FILE).is_file():
+        check_free(target)  # before anything is downloaded
+    folder = _find(source, revision)
+    _check_target(folder, target)
+    if is_orbax_folder(folder) == (to == "orbax"):
+        raise CheckpointError(f"{folder}: is in the format {to!r} already")
+    conversion = Conversion(open_folder(folder), target, to, shard_bytes, processes, write)
+    if not force and conversion.is_complete_in(target):
+        write(f"{target}: complete already, as this conversion leaves it")
+        conversion.partial.remove_old()
+        if verify:
+            problems = compare(target, read_checksums(target))
+            complain(target, list(problems.values()), "Convert again with force.")
+        return
+    if not force:
+        check_free(target)
+    conversion.check_partial()
+    if finish and not conversion.partial.path.is_dir():
+        raise CheckpointError(f"{conversion.partial.path}: not there, so there is nothing to finish")
+    if not finish:
+        conversion.check_disk()
     try:
-        with _bar(f"writing {target.name}", total) as bar:
-            if to == "released":
-                save_released(
-                    params,
-                    folder.config,
-                    fresh,
-                    source=folder,
-                    shard_bytes=shard_bytes,
-                    progress=lambda done, _: bar.update(done - bar.n),
-                )
-            else:
-                with _growth(bar) as watch:
-                    save_orbax(params, folder.config, fresh, source=folder, progress=watch)
-        if replaces:
-            _replace(target, fresh)
-    finally:
-        if replaces:
-            shutil.rmtree(fresh, ignore_errors=True)
+        with conversion.partial.locked():
+            conversion.run(finish, verify)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CheckpointError(
+            f"{conversion.partial.path}: the disk is full; what is done is kept: make room and run the same command"
+        ) from error
 
 
-def _bar(what: str, total: int) -> tqdm:
-    return tqdm(total=total, unit="B", unit_scale=True, desc=what)
+def _find(source: str | Path, revision: str | None) -> Path:
+    from dsv41_jax.load import _find  # here, because it brings the whole model along
+
+    return _find(source, revision).resolve()
 
 
-def _table_bytes(names: NameMap) -> int:
-    return sum(names.specs[name].nbytes for name, place in names.places.items() if is_table(place.path))
-
-
-def _check_target(source: Path, target: Path, force: bool) -> bool:
-    """Whether `target` holds something that is to be replaced; CheckpointError if it may not be written."""
+def _check_target(source: Path, target: Path) -> None:
+    """CheckpointError if `target` overlaps the source, or is there and may not be replaced."""
     if target == source or target in source.parents or source in target.parents:
         raise CheckpointError(f"{target}: source and target folder must not contain each other")
-    if not force or not target.exists() or target.is_dir() and not any(target.iterdir()):
-        check_free(target)
-        return False
-    if not (target / "config.json").is_file():
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not (target / "config.json").is_file():
         raise CheckpointError(f"{target}: holds something else than a model, so it is not replaced; remove it yourself")
-    return True
-
-
-def _check_disk(target: Path, nbytes: int) -> None:
-    existing = next(folder for folder in target.parents if folder.exists())
-    free, needed = shutil.disk_usage(existing).free, int(nbytes * _HEADROOM)
-    if free < needed:
-        raise CheckpointError(
-            f"{target}: {free / 1e9:.1f} GB are free on its disk and {needed / 1e9:.1f} GB are needed; make room"
-        )
-
-
-def _replace(target: Path, fresh: Path) -> None:
-    """Put the complete folder `fresh` in the place of `target`."""
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    target.rename(old)
-    fresh.rename(target)
-    shutil.rmtree(old)
-
-
-@contextmanager
-def _growth(bar: tqdm) -> Iterator[Callable[[Path], None]]:
-    """Yields a function that makes `bar` follow the size of a folder, which Orbax fills without reporting."""
-    done = threading.Event()
-    threads: list[threading.Thread] = []
-
-    def follow(folder: Path) -> None:
-        while not done.wait(0.5):
-            with suppress(OSError):  # files come and go, and at the end the folder changes its name
-                size = sum(file.stat().st_size for file in list(folder.rglob("*")) if file.is_file())
-                bar.update(min(size, bar.total) - bar.n)
-
-    def watch(folder: Path) -> None:
-        threads.append(threading.Thread(target=follow, args=(folder,), daemon=True))
-        threads[0].start()
-
-    try:
-        yield watch
-        bar.update(bar.total - bar.n)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()

@@ -22,7 +22,7 @@ from dsv41_jax.checkpoint.safetensors_file import (
     unique_keys,
 )
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_tables import EngramTable, FileTable, FileTensor, HostTable
+from dsv41_jax.engram_tables import FileTable, FileTensor, HostTable, StoredTable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -170,16 +170,40 @@ class ReleasedFolder:
         """The file that holds a tensor."""
         return str(self.entries[name].file)
 
-    def engram_table(self, layer: int, place: str, dtype: np.dtype = ml_dtypes.bfloat16) -> EngramTable:
-        """The table of an Engram layer off the device: read into host memory ("host") or left in the file ("mmap")."""
-        return engram_table(self.entries, layer, place, dtype)
+    def engram_table(
+        self, layer: int, place: str, dtype: np.dtype = ml_dtypes.bfloat16, rows: tuple[int, int] | None = None
+    ) -> StoredTable:
+        """The table of an Engram layer off the device: read into host memory ("host") or left in the file ("mmap").
+
+        `rows`: first row and the one after the last, where only these are wanted; they are counted from 0 then.
+        """
+        return engram_table(self.entries, layer, place, dtype, rows)
 
 
-def engram_table(entries: Mapping[str, TensorEntry], layer: int, place: str, dtype: np.dtype) -> EngramTable:
-    """The table of an Engram layer from its two tensors in safetensors files, {released name: entry}."""
+def engram_table(
+    entries: Mapping[str, TensorEntry],
+    layer: int,
+    place: str,
+    dtype: np.dtype,
+    rows: tuple[int, int] | None = None,
+) -> StoredTable:
+    """The table of an Engram layer, or `rows` of it, from its two tensors in safetensors files, {released name: entry}.
+
+    Nothing but the wanted rows is read.
+    """
     weight, scale = (entries[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
+    first, stop = (0, weight.shape[0]) if rows is None else rows
+    if not 0 <= first <= stop <= weight.shape[0]:
+        raise IndexError(f"{weight.name}: rows [{first}, {stop}) are outside its {weight.shape[0]} rows")
     if place == "host":
-        return HostTable(read(weight), read(scale), dtype)
+        return HostTable(read_rows(weight, first, stop), read_rows(scale, first, stop), dtype)
     if place == "mmap":
-        return FileTable(*(FileTensor(str(e.file), e.offset, *e.shape, e.numpy_dtype) for e in (weight, scale)), dtype)
+        return FileTable(*(_file_rows(entry, first, stop) for entry in (weight, scale)), dtype)
     raise ValueError(f"an Engram table off the device is 'host' or 'mmap', not {place!r}")
+
+
+def _file_rows(entry: TensorEntry, first: int, stop: int) -> FileTensor:
+    row_bytes = entry.nbytes // entry.shape[0]
+    return FileTensor(
+        str(entry.file), entry.offset + first * row_bytes, stop - first, entry.shape[1], entry.numpy_dtype
+    )

@@ -199,6 +199,19 @@ def read(entry: TensorEntry) -> np.ndarray:
     return result
 
 
+def file_head(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
+    """What comes before the data in a file of these tensors (name, safetensors dtype, shape), laid back to back."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + tensor_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # aligns the data, as the format's own library does
+    return len(raw).to_bytes(8, "little") + raw
+
+
 def write_file(
     path: str | os.PathLike,
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
@@ -216,16 +229,9 @@ def write_file(
     Raises:
         ValueError: the blocks of a tensor are not what was announced.
     """
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    position = 0
-    for name, dtype, shape in tensors:
-        end = position + tensor_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # aligns the data, as the format's own library does
+    head = file_head(tensors, metadata)
     with open(path, "wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.write(head)
         for name, dtype, shape in tensors:
             left = tensor_bytes(dtype, shape)
             for block in blocks_of(name):

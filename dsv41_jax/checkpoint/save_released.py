@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from dsv41_jax.checkpoint.manifest import TensorSpec
 from dsv41_jax.checkpoint.names import LeafPath, NameMap, flatten, name_map
 from dsv41_jax.checkpoint.new_folder import new_folder
 from dsv41_jax.checkpoint.released_folder import INDEX_FILE, SINGLE_FILE
@@ -26,6 +27,7 @@ from dsv41_jax.config import ModelConfig
 TOKEN_MAP_FILE = "token_map.npy"  # int [vocab], raw id -> Engram id; for folders without a tokenizer
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", TOKEN_MAP_FILE)
 SHARD_BYTES = 5_000_000_000
+FILE_METADATA = {"format": "pt"}  # of a file's header, as readers of the format expect it
 
 _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
@@ -62,18 +64,13 @@ def save_released(
     names = name_map(config)
     leaves = dict(flatten(params))
     check_leaves(names, leaves, source)
-    shards = _plan_shards(names, shard_bytes)
+    files = plan_files(names, shard_bytes)
     total = sum(spec.nbytes for spec in names.specs.values())
     reader = TensorReader(names, leaves, source, (lambda done: progress(done, total)) if progress else None)
-    files = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     with new_folder(folder) as partial:
-        for file, shard in zip(files, shards, strict=True):
-            tensors = [(name, names.specs[name].dtype, names.specs[name].shape) for name in shard]
-            write_file(partial / file, tensors, reader.blocks, {"format": "pt"})
-        if len(shards) > 1:
-            weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for file, tensors in files.items():
+            write_file(partial / file, [(s.name, s.dtype, s.shape) for s in tensors], reader.blocks, FILE_METADATA)
+        write_index(partial, files)
         config.write(partial)
         copy_text_files(partial, source, tokenizer)
         write_token_map(partial, config, token_map)
@@ -101,10 +98,6 @@ def write_token_map(folder: Path, config: ModelConfig, token_map: np.ndarray | N
             f"{config.vocab_size} ids"
         )
     np.save(folder / TOKEN_MAP_FILE, token_map, allow_pickle=False)
-
-
-def _shard_name(i: int, n: int) -> str:
-    return f"model-{i + 1:05d}-of-{n:05d}.safetensors"
 
 
 def check_leaves(names: NameMap, leaves: dict[LeafPath, jax.Array], source: TensorSource | None) -> None:
@@ -141,24 +134,43 @@ def check_leaves(names: NameMap, leaves: dict[LeafPath, jax.Array], source: Tens
             )
 
 
-def _plan_shards(names: NameMap, limit: int) -> list[list[str]]:
-    """Tensor names per file, in manifest order up to `limit` bytes; in a file wide dtypes come first, for alignment."""
-    shards: list[list[str]] = [[]]
+def plan_files(names: NameMap, limit: int) -> dict[str, list[TensorSpec]]:
+    """{file: its tensors}: all in manifest order, up to `limit` bytes a file, and never a weight apart from its scale.
+
+    In a file wide dtypes come first, for alignment.
+    """
+    shards: list[list[TensorSpec]] = [[]]
     size = 0
     scales = {names.scale_of(name) for name in names.specs}
-    for name in names.specs:
+    for name, spec in names.specs.items():
         if name in scales:
             continue
         scale = names.scale_of(name)
-        unit = [name] if scale is None else [name, scale]
-        nbytes = sum(names.specs[n].nbytes for n in unit)
+        unit = [spec] if scale is None else [spec, names.specs[scale]]
+        nbytes = sum(s.nbytes for s in unit)
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0
         shards[-1] += unit
         size += nbytes
+    if len(shards) == 1:
+        files = [SINGLE_FILE]
+    else:
+        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     width = {"F32": 4, "BF16": 2}
-    return [sorted(shard, key=lambda n: -width.get(names.specs[n].dtype, 1)) for shard in shards]
+    return {
+        file: sorted(shard, key=lambda s: -width.get(s.dtype, 1)) for file, shard in zip(files, shards, strict=True)
+    }
+
+
+def write_index(folder: Path, files: dict[str, list[TensorSpec]]) -> None:
+    """Write the index of a folder with several files; one with a single file has none."""
+    if len(files) == 1:
+        return
+    total = sum(spec.nbytes for tensors in files.values() for spec in tensors)
+    weight_map = {spec.name: file for file, tensors in files.items() for spec in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 class TensorReader:

@@ -1,8 +1,9 @@
-"""Verification of a released-format folder, for owners of the real weights: is this the model, whole and undamaged?
+"""Verification of a folder, for owners of the real weights: is this the model, whole and undamaged?
 
-Five looks, each reported in a few lines: configuration and files, census of the tensors, published bytes, numbers that
-are none, and the first layers run on a fixed sequence. Memory is bounded: tensors pass in chunks of
-`finite.CHUNK_BYTES`; only the first layers are loaded (see `first_layers`).
+Six looks, each reported in a few lines: configuration and files, census of the tensors, published bytes, recorded
+checksums, numbers that are none, and the first layers run on a fixed sequence. An Orbax folder gets those that do not
+depend on the released format: configuration, leaves, checksums. Memory is bounded: tensors pass in chunks of
+`finite.CHUNK_BYTES` or in pieces; only the first layers are loaded (see `first_layers`).
 """
 
 from collections import Counter
@@ -13,13 +14,16 @@ import numpy as np
 from tqdm import tqdm
 
 from dsv41_jax.checkpoint.census import KINDS, Census, take_census
+from dsv41_jax.checkpoint.checksum import differences, read_checksums
 from dsv41_jax.checkpoint.finite import check_tensors, plan
 from dsv41_jax.checkpoint.first_layers import run_first_layers
-from dsv41_jax.checkpoint.open_folder import is_orbax_folder
+from dsv41_jax.checkpoint.names import name_map
+from dsv41_jax.checkpoint.open_folder import is_orbax_folder, open_folder
 from dsv41_jax.checkpoint.probes import PROBES, check_probes, is_released
 from dsv41_jax.checkpoint.released_folder import ReleasedFolder, all_entries, read_config
 from dsv41_jax.checkpoint.safetensors_file import CheckpointError, TensorEntry, read_header
 from dsv41_jax.checkpoint.save_released import TOKEN_MAP_FILE
+from dsv41_jax.checkpoint.tensor_source import TensorSource
 from dsv41_jax.config import ConfigError, ModelConfig
 from dsv41_jax.numerics import RELEASED
 from dsv41_jax.token_map import compressed_token_map
@@ -45,9 +49,10 @@ def verify(path: str | Path, *, layers: int = 3, sample: float = 1.0, write: Cal
     """Examine a folder and report on it line by line, the last line being `verdict: ok` or `verdict: N problems`.
 
     Args:
-        path: a folder in the released format.
+        path: a folder in the released format, or an Orbax folder.
         layers: how many of the first layers to run; 0 for none.
-        sample: share of the tensors' chunks whose numbers are looked at, spread evenly; 1 for all.
+        sample: share of the tensors' chunks whose numbers are looked at, and of the tensors whose checksums are
+            compared, spread evenly; 1 for all.
         write: takes a line.
 
     Returns:
@@ -62,21 +67,21 @@ def verify(path: str | Path, *, layers: int = 3, sample: float = 1.0, write: Cal
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     config = _configuration(folder, report)
-    if config is not None:
+    if config is not None and is_orbax_folder(folder):
+        _orbax(folder, sample, report)
+    elif config is not None:
         census = _census(folder, config, report)
         _probes(config, census, report)
+        released = ReleasedFolder(folder, config, census.entries)
+        _checksums(released, sample, report)
         _numbers(census.entries, sample, report)
-        _first_layers(ReleasedFolder(folder, config, census.entries), layers, report)
+        _first_layers(released, layers, report)
     noun = "problem" if report.problems == 1 else "problems"
     write("verdict: ok" if not report.problems else f"verdict: {report.problems} {noun}")
     return report.problems
 
 
 def _configuration(folder: Path, report: _Report) -> ModelConfig | None:
-    if is_orbax_folder(folder):
-        report.write("configuration: this is an Orbax folder; convert it with launch/convert.py --to=released first")
-        report.found([f"{folder}: is not in the released format"])
-        return None
     try:
         config = read_config(folder)
     except CheckpointError as error:
@@ -118,6 +123,37 @@ def _probes(config: ModelConfig, census: Census, report: _Report) -> None:
         return
     problems = check_probes(census.entries)
     report.write(f"published bytes: {len(PROBES)} tensors compared, " + ("all equal" if not problems else "not equal"))
+    report.found(problems)
+
+
+def _orbax(folder: Path, sample: float, report: _Report) -> None:
+    try:
+        source = open_folder(folder)
+    except CheckpointError as error:
+        report.write("files: this is an Orbax folder, and not in order")
+        report.found([str(error)])
+        return
+    report.write("files: this is an Orbax folder; its leaves are as implied")
+    _checksums(source, sample, report)
+    report.write("published bytes, numbers, first layers: looked at in the released format only")
+
+
+def _checksums(source: TensorSource, sample: float, report: _Report) -> None:
+    try:
+        recorded = read_checksums(source.path)
+    except CheckpointError as error:
+        report.write("checksums: cannot be used")
+        report.found([str(error)])
+        return
+    if recorded is None:
+        report.write("checksums: none recorded (launch/convert.py records them)")
+        return
+    specs = name_map(source.config).specs
+    names = [name for name in specs if name in source.entries]
+    names = names[:: max(1, round(1 / sample))]
+    with tqdm(total=sum(specs[n].nbytes for n in names), unit="B", unit_scale=True, desc="checksums") as bar:
+        problems = [text for _, text in differences(source, specs, recorded, names, bar.update)]
+    report.write(f"checksums: {len(names)} tensors compared, " + ("all equal" if not problems else "not all equal"))
     report.found(problems)
 
 

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dsv41_jax import quant
+from pallas_kernels.flops import ONE_HOT_SCOPE
 from pallas_kernels.moe import tpu_fp4
 from pallas_kernels.moe.groups import Groups, group_rows, place_weights, take_rows
 from pallas_kernels.moe.pack import LANES, padded
@@ -65,7 +66,8 @@ def _tiled(x: Array, groups: Groups) -> Array:
     if x.shape[0] > _FEW_TOKENS:
         return take_rows(x, groups.source, groups.height)
     pick = (groups.source[:, None] == jnp.arange(x.shape[0])).astype(jnp.bfloat16)
-    rows = jnp.einsum("sn,nd->sd", pick, x, preferred_element_type=jnp.float32)
+    with jax.named_scope(ONE_HOT_SCOPE):
+        rows = jnp.einsum("sn,nd->sd", pick, x, preferred_element_type=jnp.float32)
     return rows.astype(jnp.bfloat16).reshape(-1, groups.height, x.shape[1])
 
 

@@ -68,7 +68,7 @@ def project(
         out_shape=jax.ShapeDtypeStruct((parts, n, out), jnp.bfloat16 if parts == 1 else jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="quantized_linear",
+        name="quantized_linear" if quantize else "grouped_linear",
     )(layer.reshape(1), rows, pairs, jax.lax.bitcast_convert_type(scale, jnp.uint8))
     if parts == 1:
         return y[0]

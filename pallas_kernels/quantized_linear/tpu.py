@@ -119,7 +119,7 @@ def _call(x, weight, scale, layer, groups, quantize, chip, interpret):
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
-        name="quantized_linear",
+        name="quantized_linear" if quantize else "grouped_linear",
     )(jnp.reshape(layer, 1).astype(jnp.int32), x, weight, factors)
 
 

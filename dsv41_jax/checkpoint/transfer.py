@@ -1,0 +1,91 @@
+"""Moves pieces of tensors from a source to a writer: a few at a time, in order, with account kept of what is done."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from dsv41_jax.checkpoint.checksum import crc32
+from dsv41_jax.checkpoint.pieces import Piece, total_bytes
+from dsv41_jax.checkpoint.tensor_source import TensorSource
+
+WORKERS = 4  # pieces in memory at a time; reading, checksums and writing all release Python's lock
+COMMIT_BYTES = 256 << 20  # moved between two entries in the journal, or
+COMMIT_SECONDS = 1.0  # this long: what a kill costs
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+Account = Callable[[list[tuple[Piece, int]]], None]  # pieces that are on the disk, with their checksums
+
+
+class TensorWriter(Protocol):
+    """A folder that is filled piece by piece: `orbax_writer.OrbaxWriter` or `released_writer.ReleasedWriter`."""
+
+    def write(self, name: str, start: int, rows: np.ndarray) -> None:
+        """Write rows of a released tensor from row `start` on; called from several threads."""
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk."""
+
+    def complete(self) -> None:
+        """Write what the format needs besides tensors. CheckpointError: not all of them are there."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+def transfer(
+    source: TensorSource,
+    writer: TensorWriter,
+    pieces: Iterable[Piece],
+    record: Account,
+    progress: Callable[[int], None],
+) -> None:
+    """Read, write and record the pieces; `progress` is called with the bytes of each.
+
+    After an error in one piece those that are finished are recorded before it is raised.
+    """
+
+    def move(piece: Piece) -> int:
+        rows = source.rows(piece.name, piece.start, piece.stop)
+        writer.write(piece.name, piece.start, rows)
+        return crc32(rows)
+
+    finished: list[tuple[Piece, int]] = []
+
+    def commit() -> None:
+        writer.sync()
+        record(finished)
+        finished.clear()
+
+    due = time.monotonic() + COMMIT_SECONDS
+    try:
+        for piece, checksum in each(move, pieces):
+            finished.append((piece, checksum))
+            progress(piece.nbytes)
+            if time.monotonic() >= due or total_bytes(p for p, _ in finished) >= COMMIT_BYTES:
+                commit()
+                due = time.monotonic() + COMMIT_SECONDS
+    finally:
+        if finished:
+            commit()
+
+
+def each(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
+    """(item, work(item)) in order, with WORKERS of them being worked on and as many more taken from `items`."""
+    queue, items = deque(), iter(items)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            for item in itertools.islice(items, 2 * WORKERS):
+                queue.append((item, pool.submit(work, item)))
+            while queue:
+                item, future = queue.popleft()
+                yield item, future.result()
+                for following in itertools.islice(items, 1):
+                    queue.append((following, pool.submit(work, following)))
+        finally:
+            for _, future in queue:
+                future.cancel()
