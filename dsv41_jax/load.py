@@ -67,9 +67,9 @@ def load(
         the `Model`.
 
     Raises:
-        ShardingError (a ValueError): a mesh that the model cannot be spread over. ValueError: an unknown choice, kernels
-            that this process or these numerics do not have, a revision of a local folder, or a model with Engram layers
-            and neither tokenizer nor token map. CheckpointError (a ValueError): anything wrong with the folder.
+        ValueError: an unknown choice, kernels that this process or these numerics do not have, a revision of a local
+            folder, or a model with Engram layers and neither tokenizer nor token map. ShardingError (a ValueError): a
+            mesh that the model cannot be spread over. CheckpointError (a ValueError): anything wrong with the folder.
             FileNotFoundError: no such folder and not a hub id, or the hub has no such model for you. ConnectionError:
             the hub did not answer.
     """

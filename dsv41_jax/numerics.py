@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +92,11 @@ def named(name: str) -> Numerics:
     return _BY_NAME[name]
 
 
-@functools.lru_cache(maxsize=1)
 def _widen_operands() -> bool:
-    return jax.default_backend() == "cpu"
+    """Whether the program being traced is for a CPU: the devices of the mesh in the context, else the default ones."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return jax.default_backend() == "cpu" if device is None else device.platform == "cpu"
 
 
 def einsum_f32(spec: str, a: Array, b: Array) -> Array:

@@ -9,6 +9,7 @@ interpret   the TPU kernel, interpreted on any machine: slow, for tests
 
 import functools
 import logging
+from collections.abc import Callable
 
 import jax
 
@@ -19,6 +20,13 @@ _log = logging.getLogger(__name__)
 
 class KernelError(ValueError):
     """An operation was asked for something that its kernel does not do; says what, and what it does."""
+
+
+def traced_once(*static: str) -> Callable[[Callable], Callable]:
+    """Decorator of a kernel's entry: calls with the same shapes and the same `static` arguments are traced and lowered
+    once in a program. A model calls a kernel from layers of many kinds, and tracing a kernel's body takes seconds.
+    """
+    return functools.partial(jax.jit, static_argnames=static)
 
 
 def check(implementation: str) -> None:

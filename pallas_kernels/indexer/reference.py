@@ -4,8 +4,7 @@ Scores are rounded to the activation dtype in three places (per-head dot, weight
 they decide ties. Everywhere the lowest index wins a tie, -0 ties with +0, and -inf is never chosen.
 """
 
-from typing import NamedTuple
-
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -16,7 +15,8 @@ from dsv41_jax.numerics import RELEASED, Numerics, einsum_f32
 LANES = 128
 
 
-class PagedKeys(NamedTuple):
+@flax.struct.dataclass
+class PagedKeys:
     """Packed index keys of one source in a pool of pages (`dsv41_jax.pages` describes the layout).
 
     Attributes:
@@ -26,14 +26,14 @@ class PagedKeys(NamedTuple):
             the scale of channels 32 b .. 32 b + 31 (for at most 128 channels).
         slot: int32 scalar or int, the source.
         page_table: int32 [B, n], the pages of each row's sequence in order.
-        entries: keys of a page; a Python int, so make the tuple inside the function that is jitted.
+        entries: keys of a page, static.
     """
 
     codes: Array
     scales: Array
     slot: Array | int
     page_table: Array
-    entries: int
+    entries: int = flax.struct.field(pytree_node=False)
 
 
 def _bytes_of(words: Array, bits: int) -> Array:

@@ -12,6 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.implementation import traced_once
 from pallas_kernels.indexer.reference import LANES, PagedKeys
 from pallas_kernels.indexer.tpu_keys import Packing, PageBuffers, head_sums, pad_to, round_bf16, row_weights
 
@@ -114,6 +115,7 @@ def _kernel(packing, block, rows, interpret, visible, held, slot, table, after, 
     jax.lax.fori_loop(0, tiles, score, 0)
 
 
+@traced_once("block", "interpret")
 def candidate_scores(
     queries: Array, weights: Array, keys: PagedKeys, pool: Array, visible: Array, *, block: int, interpret: bool
 ) -> Array:

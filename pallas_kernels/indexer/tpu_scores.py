@@ -12,6 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.implementation import traced_once
 from pallas_kernels.indexer.reference import LANES, PagedKeys
 from pallas_kernels.indexer.tpu_keys import Packing, PageBuffers, head_sums, pad_to, round_bf16, row_weights
 
@@ -115,6 +116,7 @@ def _score_tile(buffers, count, interpret, table, tile, buffer, q, w, out, place
     jax.lax.fori_loop(0, _TILE // _GROUP, group, 0, unroll=unroll)
 
 
+@traced_once("interpret")
 def scores(queries: Array, weights: Array, keys: PagedKeys, visible: Array, *, interpret: bool) -> Array:
     """See `pallas_kernels.indexer.scores`.
 

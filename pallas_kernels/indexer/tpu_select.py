@@ -14,6 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.implementation import traced_once
 from pallas_kernels.indexer.reference import LANES
 
 _CHUNK = 256  # rows of 128 scores that are handled together
@@ -201,11 +202,13 @@ def _indices(scores: Array, visible: Array, k: int, block: int | None, interpret
     return out.reshape(b, t, width)[..., :k]
 
 
+@traced_once("k", "interpret")
 def select(scores: Array, k: int, *, interpret: bool) -> Array:
     """See `pallas_kernels.indexer.select`."""
     return _indices(scores, jnp.zeros(scores.shape[:2], jnp.int32), k, None, interpret)
 
 
+@traced_once("block", "topk", "interpret")
 def candidate_blocks(scores: Array, visible: Array, *, block: int, topk: int, interpret: bool) -> Array:
     """See `pallas_kernels.indexer.candidate_blocks`."""
     visible = jnp.minimum(visible, scores.shape[-1])

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dsv41_jax import quant
+from pallas_kernels.implementation import traced_once
 from pallas_kernels.kv_write import lanes, reference
 from pallas_kernels.kv_write.lanes import LANES
 from pallas_kernels.kv_write.pieces import TILE, Pieces, Rows, load, store
@@ -30,6 +31,7 @@ def _scalar(x: Array | int) -> Array:
     return jnp.asarray(x, jnp.int32).reshape(1)
 
 
+@traced_once("page_rows", "eps", "interpret")
 def main_entries(
     raw: Array,
     norm: Array,
@@ -101,6 +103,7 @@ def _main_kernel(rows, page_rows, slot, page, place, raw, norm, cos, sin, _, lat
     pieces.write()
 
 
+@traced_once("page_entries", "eps", "interpret")
 def index_entries(
     raw: Array,
     norm: Array,
@@ -204,6 +207,7 @@ def _index_kernel(rows, entries, slot, page, place, raw, norm, cos, sin, _, __, 
         scale_pieces.write()
 
 
+@traced_once("eps", "interpret")
 def window_rows(
     raw: Array,
     norm: Array,

@@ -18,6 +18,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.implementation import traced_once
+
 LANES = 128
 _TILE = 64  # tokens, at most
 _ROWS = 16  # tokens of a loop step: a register of bf16
@@ -25,6 +27,7 @@ _UNROLL = 4
 _VMEM_BYTES = 48 * 2**20
 
 
+@traced_once("iterations", "hc_eps", "norm_eps", "interpret")
 def connect(
     x: Array,
     update: tuple[Array, Array, Array] | None,
@@ -93,6 +96,7 @@ def connect(
     return x, y[:n], out[:, :c], out[:, c : 2 * c], out[:, 2 * c :].reshape(n, c, c)
 
 
+@traced_once("interpret")
 def expand(x: Array, u: Array, post: Array, comb: Array, *, interpret: bool) -> Array:
     """See `mhc.expand`; x is [n, C, D]."""
     n, c, d = x.shape

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dsv41_jax import quant
 from pallas_kernels.flops import ONE_HOT_SCOPE
+from pallas_kernels.implementation import traced_once
 from pallas_kernels.moe import tpu_fp4
 from pallas_kernels.moe.groups import Groups, group_rows, place_weights, take_rows
 from pallas_kernels.moe.pack import LANES, padded
@@ -35,6 +36,7 @@ def tile_height(rows: int, n_experts: int) -> int:
     return min(_MOST_HEIGHT, max(_LEAST_HEIGHT, 1 << (mean - 1).bit_length()))
 
 
+@traced_once("limit", "share", "interpret")
 def experts(
     x: Array,
     chosen: Array,

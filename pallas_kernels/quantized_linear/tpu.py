@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dsv41_jax import quant
+from pallas_kernels.implementation import traced_once
 
 BLOCK = quant.BLOCK
 Q8_FLOOR = 1e-4  # of `quant.q8`
@@ -36,6 +37,7 @@ def generation() -> tuple[int, int]:
     return info.generation, info.num_cores
 
 
+@traced_once("groups", "quantize", "interpret", "chip")
 def project(
     x: Array,
     weight: Array,

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import gpu_codes
-from pallas_kernels.implementation import KernelError
+from pallas_kernels.implementation import KernelError, traced_once
 from pallas_kernels.sparse_attention.keys import LANES, Entries, WindowKeys, entry_words, scale_words
 
 _NONE = -1e30  # the running maximum before the first key
@@ -198,6 +198,7 @@ def _steps(window_position: Array, query_position: Array, entry_row: Array | Non
     return jnp.stack([first, last, entries], axis=-1).astype(jnp.int32)
 
 
+@traced_once("width", "temporary_bytes", "interpret", "blocks")
 def attend(
     q: Array,
     query_position: Array,

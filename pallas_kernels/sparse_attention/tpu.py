@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dsv41_jax import quant
 from dsv41_jax.numerics import FEW_TOKENS
+from pallas_kernels.implementation import traced_once
 from pallas_kernels.sparse_attention.keys import LANES, Entries, WindowKeys, entry_words, query_tile, scale_words
 
 _BF16_ROWS = 16  # of a tile
@@ -239,6 +240,7 @@ def _segment(
     return _few(q, seen, window, entries, sink, True, interpret)
 
 
+@traced_once("width", "temporary_bytes", "interpret")
 def attend(
     q: Array,
     query_position: Array,
