@@ -76,7 +76,7 @@ def convert(
     conversion = Conversion(open_folder(folder), target, to, shard_bytes, processes, write)
     if not force and conversion.is_complete_in(target):
         write(f"{target}: complete already, as this conversion leaves it")
-        conversion.partial.remove_old()
+        conversion.partial.clean()
         if verify:
             problems = compare(target, read_checksums(target))
             complain(target, list(problems.values()), "Convert again with force.")

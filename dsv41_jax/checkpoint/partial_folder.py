@@ -50,12 +50,11 @@ class PartialFolder:
 
     def others_work(self) -> bool:
         """Whether another process holds its lock."""
-        return any(is_held(lock) for lock in self._other_locks())
-
-    def _other_locks(self) -> list[Path]:
         own = f"{self._lock_stem}{self.process}"
-        locks = [lock for lock in self.target.parent.iterdir() if lock.name.startswith(self._lock_stem)]
-        return [lock for lock in locks if lock.name != own]
+        return any(lock.name != own and is_held(lock) for lock in self._locks())
+
+    def _locks(self) -> list[Path]:
+        return [file for file in self.target.parent.iterdir() if file.name.startswith(self._lock_stem)]
 
     def is_complete(self) -> bool:
         """Whether all is done but the name."""
@@ -125,15 +124,14 @@ class PartialFolder:
             shutil.rmtree(self._old, ignore_errors=True)
             self.target.rename(self._old)
         self.path.rename(self.target)
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove what lies beside the finished folder: the one it replaced, and locks of killed processes."""
         shutil.rmtree(self._old, ignore_errors=True)
-        for lock in self._other_locks():  # of killed processes
+        for lock in self._locks():
             if not is_held(lock):
                 lock.unlink(missing_ok=True)
-
-    def remove_old(self) -> None:
-        """Remove what a kill during `publish` may have left of a replaced folder."""
-        if self.target.exists():
-            shutil.rmtree(self._old, ignore_errors=True)
 
 
 def _parse(line: str) -> list | dict | None:
