@@ -6,10 +6,9 @@ Everything is counted as often as it runs: bodies of loops times their trips. XL
 import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator
 
-from dsv41_jax.hlo_text import Computation, Instruction, parse
+from dsv41_jax.hlo_text import Computation, Instruction, loop_trips, parse
 
 COLLECTIVES = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -19,7 +18,7 @@ COLLECTIVES = (
 _MARKERS = {
     *("AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "PrepareAsyncCallStart"),
     *("PrepareAsyncCallDone", "AsyncCollectiveStart", "AsyncCollectiveDone", "Sharding", "SPMDFullToShardShape"),
-    "SPMDShardToFullShape",
+    *("SPMDShardToFullShape", "ConcatBitcast"),
 }
 _NOTHING = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
@@ -79,7 +78,7 @@ class Loop:
         kernels: "fusion", "custom-call" and "collective": what one iteration launches, outside of inner loops.
         others: operations left to instructions of their own, by name (copies, sorts).
         custom: names of the kernels called.
-        instructions: kernels by instruction name, for their schedule.
+        instructions: what runs, collectives apart.
     """
 
     name: str
@@ -89,7 +88,7 @@ class Loop:
     kernels: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     others: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     custom: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    instructions: list[str] = dataclasses.field(default_factory=list)
+    instructions: list[Instruction] = dataclasses.field(default_factory=list)
     inner: list["Loop"] = dataclasses.field(default_factory=list)
 
 
@@ -97,7 +96,8 @@ class CompiledProgram:
     """A program's loops, collectives and moves.
 
     Attributes:
-        entry: the outermost `Loop`. loops: all of them, the entry first. collectives, moves: as they stand in the text.
+        computations: the parsed text. entry: the outermost `Loop`. loops: all of them, the entry first.
+        collectives, moves: as they stand in the text.
         unknown_loops: loops whose trips the text does not tell: they are counted once.
     """
 
@@ -107,11 +107,11 @@ class CompiledProgram:
         Raises:
             ValueError: the text has no entry computation.
         """
-        self._computations, entry = parse(text)
+        self.computations, entry = parse(text)
         self.loops: list[Loop] = []
         self.collectives: list[Collective] = []
         self.moves: list[Move] = []
-        self.entry = self._loop(self._computations[entry], None, 1, 0, False)
+        self.entry = self._loop(self.computations[entry], None, 1, 0, False)
         self.unknown_loops = [loop for loop in self.loops if loop.depth and loop.trips is None]
 
     @property
@@ -129,13 +129,13 @@ class CompiledProgram:
         for position, instruction in enumerate(body.instructions):
             operation = instruction.operation
             if operation == "while":
-                trips = self._trips(body, instruction)
-                inner = self._computations[instruction.attribute("body")]
+                trips = loop_trips(self.computations, body, instruction)
+                inner = self.computations[instruction.attribute("body")]
                 loop.inner.append(self._loop(inner, trips, loop.times * (trips or 1), loop.depth + 1, at_least))
             elif operation == "conditional":
                 self._walk(self._dearest(instruction), loop, at_least)
             elif operation == "call":
-                self._walk(self._computations[instruction.attribute("to_apply")], loop, at_least)
+                self._walk(self.computations[instruction.attribute("to_apply")], loop, at_least)
             else:
                 self._one(body, position, instruction, loop, at_least)
 
@@ -154,18 +154,19 @@ class CompiledProgram:
                 return
             loop.kernels["custom-call"] += 1
             loop.custom[instruction.kernel] += 1
-            loop.instructions.append(instruction.name)
+            loop.instructions.append(instruction)
             return
         if operation in ("fusion", "call-start", "async-start"):
             if "async-collective-done" not in instruction.name:
                 loop.kernels["fusion"] += 1
-                loop.instructions.append(instruction.name)
+                loop.instructions.append(instruction)
             if operation == "fusion" and self._only_moves(instruction):
                 self._moved("fusion", instruction, loop.times)
             return
         if instruction.shape_rank == 0:
             return  # scalars are computed beside the kernels
         loop.others[operation] += 1
+        loop.instructions.append(instruction)
         if operation in _MOVES:
             self._moved(operation, instruction, loop.times)
 
@@ -176,12 +177,12 @@ class CompiledProgram:
         self.moves.append(Move(name, instruction.name, instruction.result_bytes(largest=True), times))
 
     def _only_moves(self, instruction: Instruction) -> bool:
-        callee = self._computations.get(instruction.attribute("calls") or "")
+        callee = self.computations.get(instruction.attribute("calls") or "")
         return callee is not None and all(inner.operation in _MOVING for inner in callee.instructions)
 
     def _dearest(self, instruction: Instruction) -> Computation:
         """The branch with the most instructions."""
-        branches = [self._computations[name] for name in instruction.branches]
+        branches = [self.computations[name] for name in instruction.branches]
         return max(branches, key=lambda branch: len(branch.instructions))
 
     def _collective(self, instruction: Instruction) -> tuple[str, Instruction] | None:
@@ -195,7 +196,7 @@ class CompiledProgram:
         # Fusions that carry a collective along while they compute, and its end: counted at its start.
         if "async_collective_fusion" in callee or "async-collective-done" in instruction.name:
             return None
-        for inner in self._computations[callee].instructions if callee in self._computations else ():
+        for inner in self.computations[callee].instructions if callee in self.computations else ():
             if inner.operation.removesuffix("-start") in COLLECTIVES:
                 return inner.operation.removesuffix("-start"), inner
         return None
@@ -217,14 +218,14 @@ class CompiledProgram:
     def _shapes(self) -> dict[str, int]:
         return {
             instruction.name: instruction.result_bytes()
-            for computation in self._computations.values()
+            for computation in self.computations.values()
             for instruction in computation.instructions
         }
 
     @functools.cached_property
     def partitions(self) -> int:
         """Devices that the program's collectives name."""
-        named = [i for c in self._computations.values() for x in c.instructions for g in x.groups for i in g]
+        named = [i for c in self.computations.values() for x in c.instructions for g in x.groups for i in g]
         return max(named, default=0) + 1
 
     def _between(self, body: Computation, position: int) -> int:
@@ -239,52 +240,6 @@ class CompiledProgram:
             compute = instruction.operation in ("fusion", "custom-call") and instruction.target not in _MARKERS
             count += compute and "async-collective" not in instruction.name
         return count
-
-    def _trips(self, body: Computation, loop: Instruction) -> int | None:
-        """Iterations of a while loop that counts from a constant to a constant in steps of one."""
-        if loop.known_trips is not None:
-            return loop.known_trips
-        condition = self._computations[loop.attribute("condition")]
-        by_name = {instruction.name: instruction for instruction in condition.instructions}
-        test = condition.instructions[-1]
-        while test.operation in ("bitcast", "copy", "fusion") and len(test.operands) == 1:
-            test = by_name[test.operands[0]]
-        if test.operation != "compare" or "direction=LT" not in test.attributes:
-            return None
-        carried = {i.name: i for i in body.instructions}.get(loop.operands[0])
-        outer = {instruction.name: instruction for instruction in body.instructions}
-
-        def value(name: str) -> tuple[int | None, int | None]:
-            """(constant, index in the carry) of an operand of the test."""
-            found = by_name.get(name)
-            if found is None:
-                return None, None
-            if found.operation == "constant":
-                return found.literal, None
-            if found.operation != "get-tuple-element":
-                return None, None
-            index = int(re.search(r"index=(\d+)", found.attributes).group(1))
-            initial = outer.get(carried.operands[index]) if carried is not None and carried.operands else None
-            while initial is not None and initial.operation in ("copy", "bitcast"):
-                initial = outer.get(initial.operands[0])
-            known = initial.literal if initial is not None and initial.operation == "constant" else None
-            return known, index
-
-        (start, counter), (stop, _) = map(value, test.operands)
-        if counter is None or stop is None:
-            return None
-        return stop - (start or 0)
-
-    def collective_table(self) -> list[tuple[str, int, int, float, bool]]:
-        """(kind, group, runs in a step, bytes sent by a device in a step, at least) of all, the most bytes first."""
-        rows: dict[tuple[str, int], list] = {}
-        for c in self.collectives:
-            row = rows.setdefault((c.kind, c.group), [0, 0.0, False])
-            row[0] += c.times
-            row[1] += c.times * c.sent
-            row[2] |= c.at_least
-        found = [(kind, group, *row) for (kind, group), row in rows.items()]
-        return sorted(found, key=lambda row: -row[3])
 
     def large_moves(self, at_least: int) -> list[Move]:
         """Moves of so many bytes or more, the largest first."""

@@ -156,3 +156,36 @@ def _instruction(line: str) -> Instruction | None:
         argument,
         int(trips.group(1)) if trips else None,
     )
+
+
+def loop_trips(computations: dict[str, Computation], body: Computation, loop: Instruction) -> int | None:
+    """Iterations of a while loop that stands in `body` and counts from a constant to a constant in steps of one; None
+    for any other.
+    """
+    if loop.known_trips is not None:
+        return loop.known_trips
+    inside = computations[loop.attribute("condition")].instructions
+    outside = {instruction.name: instruction for instruction in body.instructions}
+    test, by_name = inside[-1], {instruction.name: instruction for instruction in inside}
+    if test.operation != "compare" or "direction=LT" not in test.attributes:
+        return None
+    carried = outside.get(loop.operands[0])
+
+    def constant(name: str, where: dict[str, Instruction]) -> int | None:
+        found = where.get(name)
+        while found is not None and found.operation in ("copy", "bitcast"):
+            found = where.get(found.operands[0])
+        return found.literal if found is not None and found.operation == "constant" else None
+
+    def first(operand: Instruction) -> int | None:
+        """What an operand is before the first iteration."""
+        if operand.operation != "get-tuple-element":
+            return constant(operand.name, by_name)
+        index = int(re.search(r"index=(\d+)", operand.attributes).group(1))
+        return None if carried is None or carried.operation != "tuple" else constant(carried.operands[index], outside)
+
+    counter, limit = (by_name[name] for name in test.operands)
+    start, stop = first(counter), first(limit)
+    if counter.operation != "get-tuple-element" or start is None or stop is None:
+        return None
+    return stop - start

@@ -119,7 +119,8 @@ def dump_to(folder: Path) -> None:
     if any("libtpu" in line for line in Path("/proc/self/maps").read_text().splitlines()):
         raise RuntimeError("libtpu is loaded already: schedules can only be dumped by a process that asks for it first")
     folder.mkdir(parents=True, exist_ok=True)
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    # Of the compiler's many passes only the last one.
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles$"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
     if "jax" in sys.modules:  # a persistent cache would skip the compilation that is to be seen
         import jax
