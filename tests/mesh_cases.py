@@ -51,3 +51,15 @@ def float32(mesh: str, mode: str) -> None:
     wanted, got = outputs(tiny(None, "float32"), mode), outputs(tiny(mesh_of(mesh), "float32"), mode)
     for name, value in wanted.items():
         np.testing.assert_allclose(got[name], value, atol=1e-5, rtol=0, err_msg=name)
+
+
+def greedy_text(mesh: str) -> None:
+    """The demo continues prompts of unequal length with the same text, with and without drafts."""
+    prompts = ["The harbour", "A storm came over the hills and", "In"]
+    options = {"max_new_tokens": 12, "temperature": 0, "prefill_mode": "exact"}
+    texts = []
+    for where in (None, mesh_of(mesh)):
+        model = ds.load("demo", numerics="float32", mesh=where)
+        model._runner.prefill_block = 16
+        texts.append(model.generate(prompts, **options) + model.generate(prompts[:1], speculate=True, **options))
+    assert texts[0] == texts[1], texts
