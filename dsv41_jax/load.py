@@ -83,7 +83,7 @@ def load(
     config = source.config
     if chosen.kernels:
         check_config(config, chosen.implementation)
-    where = {} if mesh is None else sharding.placement(config, mesh)
+    where = {} if mesh is None else sharding.placement(config, chosen, mesh)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     hasher, tables = None, {}
     if config.engram_layer_ids:

@@ -106,7 +106,8 @@ class MoE(nn.Module):
         self.gate = Router(self.n_experts)
         parallel = self.numerics.parallel
         self.experts = ExpertWeights(expert_share(self.n_experts, parallel.devices), self.inter)
-        self.shared_experts = ExpertWeights(None, self.inter, parallel)
+        self.shared_inter = parallel.padded(self.inter, self.numerics.kernels)
+        self.shared_experts = ExpertWeights(None, self.shared_inter, parallel)
 
     def __call__(self, x: Array, image_mask: Array | None = None) -> tuple[Array, Array]:
         """x [..., D], image_mask bool [...] or None -> y [..., D] and the chosen experts int32 [..., k]."""
@@ -132,7 +133,7 @@ class MoE(nn.Module):
                 return kernel_linear(x, leaves[name], self.numerics).astype(jnp.float32)
             return self.numerics.round_f32(project_rows(x, weight_matrix(leaves[name], self.numerics, "fp8")))
 
-        split = parallel.splits(self.inter)
+        split = parallel.splits(self.shared_inter)
         x = parallel.gather_rows(rows) if split else rows
         a = self.numerics.round(swiglu(matmul("w1", x), matmul("w3", x), self.limit))
         if self.numerics.quantize_activations and not self.numerics.kernels:

@@ -24,6 +24,7 @@ from jax import Array
 DATA, CONTEXT, TENSOR = AXES = ("data", "context", "tensor")
 ROW_AXES = (DATA, TENSOR)
 WEIGHT_BLOCK = 32  # rows of a stored FP8 matrix that share scales
+LANES = 128  # columns that a TPU kernel computes side by side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Parallel:
     def splits(self, columns: int, block: int = WEIGHT_BLOCK) -> bool:
         """Whether a matrix with so many outputs is split over `tensor`: in whole blocks, or not at all."""
         return self.tensor > 1 and columns % (self.tensor * block) == 0
+
+    def padded(self, columns: int, kernels: bool) -> int:
+        """Hidden columns of a shared expert with zeros added, so that kernels get whole lanes of each device's share:
+        they would pad a copy of the weights in every step.
+        """
+        return -(-columns // (self.tensor * LANES)) * self.tensor * LANES if kernels and self.tensor > 1 else columns
 
     def share(self, columns: int, block: int = WEIGHT_BLOCK) -> int:
         """Outputs of a matrix that a device computes."""

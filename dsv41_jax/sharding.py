@@ -231,15 +231,21 @@ def optimizer_specs(optimizer: optax.GradientTransformation, params: dict, layou
 # Parameters
 
 
-def padded_shape(path: Sequence[str], shape: Sequence[int], devices: int) -> tuple[int, ...]:
-    """The shape a parameter has on a mesh: experts and Engram rows are padded to a multiple of the devices."""
+def padded_shape(path: Sequence[str], shape: Sequence[int], layout: Layout, kernels: bool) -> tuple[int, ...]:
+    """The shape a parameter has on a mesh: with zeros at the end of some dimensions.
+
+    Experts and Engram rows are padded to a multiple of the devices; the hidden columns of shared experts that kernels
+    read as `Parallel.padded` says.
+    """
     axes = next((axes for pattern, axes in PARAMETERS if fnmatch.fnmatchcase(".".join(path), pattern)), ())
-    dims = {axis: dim for dim, axis in enumerate(axes)}
-    for logical in ("expert", "memory"):
-        if logical in dims:
-            dim = dims[logical]
-            return *shape[:dim], expert_share(shape[dim], devices) * devices, *shape[dim + 1 :]
-    return tuple(shape)
+    padded = list(shape)
+    for dim, logical in enumerate(axes):
+        if logical in ("expert", "memory"):
+            padded[dim] = expert_share(shape[dim], layout.devices) * layout.devices
+    if "shared_experts" in path:
+        dim, block = (2 if path[-2] == "w2" else 1), (WEIGHT_BLOCK if path[-1] == "scale" else 1)
+        padded[dim] = Parallel(*layout.sizes).padded(shape[dim] * block, kernels) // block
+    return tuple(padded)
 
 
 def abstract(
@@ -248,9 +254,9 @@ def abstract(
     """The parameters `load` gives on a mesh, as ShapeDtypeStructs with shardings."""
     layout = layout_of(mesh)
     check_layout(config, layout)
-    plain = flatten(abstract_params(config, numerics, engram=engram, expert_storage=expert_storage))
-    padded = {path: jax.ShapeDtypeStruct(padded_shape(path, x.shape, layout.devices), x.dtype) for path, x in plain}
-    params = nest(padded)
+    plain = dict(flatten(abstract_params(config, numerics, engram=engram, expert_storage=expert_storage)))
+    padded = {path: padded_shape(path, x.shape, layout, numerics.kernels) for path, x in plain.items()}
+    params = nest({path: jax.ShapeDtypeStruct(padded[path], x.dtype) for path, x in plain.items()})
     if numerics.kernels:
         params = abstract_packed(params)
     return placed(mesh, params, param_specs(params, layout))
@@ -272,22 +278,23 @@ def init(make: Callable[[jax.Array], dict], key: jax.Array, mesh: Mesh) -> dict:
     return jax.jit(make, out_shardings=shardings(mesh, specs))(key)
 
 
-def placement(config: ModelConfig, mesh: Mesh) -> dict[str, Callable]:
+def placement(config: ModelConfig, numerics: Numerics, mesh: Mesh) -> dict[str, Callable]:
     """The arguments `placement` and `padded` of `checkpoint.released.load_params` that restore a model straight into
     its shards: each process reads what its devices hold, and nothing else.
     """
     layout = layout_of(mesh)
     check_layout(config, layout)
-    shapes = {
-        path: padded_shape(path, (*leaf.stack, *leaf.shape), layout.devices)
-        for path, leaf in name_map(config).leaves.items()
-    }
+    whole = {path: (*leaf.stack, *leaf.shape) for path, leaf in name_map(config).leaves.items()}
+
+    def padded(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+        return padded_shape(path, shape, layout, numerics.kernels)
 
     def sharding(name: str) -> NamedSharding:
         path = tuple(name.split("."))
-        return NamedSharding(mesh, spec_of(name, param_axes(path, shapes[path], layout), shapes[path], layout))
+        shape = padded(path, whole[path])
+        return NamedSharding(mesh, spec_of(name, param_axes(path, shape, layout), shape, layout))
 
-    return {"placement": sharding, "padded": lambda path, shape: padded_shape(path, shape, layout.devices)}
+    return {"placement": sharding, "padded": padded}
 
 
 # Caches

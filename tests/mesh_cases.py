@@ -32,34 +32,46 @@ def tiny(mesh: jax.sharding.Mesh | None, numerics: str, **options) -> ds.Model:
     return model
 
 
-def outputs(model: ds.Model, mode: str) -> dict[str, np.ndarray]:
-    """Logits of prompts, of single tokens, of a block; drafts: of three rows of unequal length."""
+def outputs(model: ds.Model, mode: str, everything: bool) -> dict[str, np.ndarray]:
+    """Logits of prompts and of single tokens, and of a block and drafts where `everything`: three rows of unequal
+    length.
+    """
     random = np.random.default_rng(0)
     ids = random.integers(3, 499, (3, LENGTHS.max())).astype(np.int32)
     logits, cache = model.prefill(ids, LENGTHS, mode=mode)
     result = {"prefill": logits}
     for step in range(STEPS):
         result[f"decode {step}"], cache = model.decode(cache, random.integers(3, 499, 3).astype(np.int32))
-    result["verify"], cache = model.decode(cache, random.integers(3, 499, (3, 5)).astype(np.int32))
-    cache = cache.rewind(cache.lengths - 3)
-    _, result["draft logits"], result["confidence"] = model.draft(cache, np.array([7, 8, 9], np.int32))
+    if everything:
+        result["verify"], cache = model.decode(cache, random.integers(3, 499, (3, 5)).astype(np.int32))
+        cache = cache.rewind(cache.lengths - 3)
+        _, result["draft logits"], result["confidence"] = model.draft(cache, np.array([7, 8, 9], np.int32))
     return {name: np.asarray(value) for name, value in result.items()}
 
 
-def float32(mesh: str, mode: str) -> None:
-    """Sums of experts' outputs are in another order, nothing else: 1e-5 of logits up to 20."""
-    wanted, got = outputs(tiny(None, "float32"), mode), outputs(tiny(mesh_of(mesh), "float32"), mode)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(got[name], value, atol=1e-5, rtol=0, err_msg=name)
+def same_logits(numerics: str, mode: str, *meshes: str) -> None:
+    """On the last mesh also blocks and drafts.
+
+    float32: only the sums of experts' outputs are in another order, 1e-5 of logits up to 20. released: that order never
+    showed in the steps of this test, where all is rounded to bf16; one flipped code would show as more than 1e-3.
+    """
+    wanted = outputs(tiny(None, numerics), mode, True)
+    for mesh in meshes:
+        got = outputs(tiny(mesh_of(mesh), numerics), mode, mesh == meshes[-1])
+        for name, value in got.items():
+            np.testing.assert_allclose(value, wanted[name], atol=1e-5, rtol=0, err_msg=f"{mesh}: {name}")
 
 
-def greedy_text(mesh: str) -> None:
-    """The demo continues prompts of unequal length with the same text, with and without drafts."""
+def greedy_text(mesh: str, drafts: str) -> None:
+    """The demo continues prompts of unequal length with the same text."""
     prompts = ["The harbour", "A storm came over the hills and", "In"]
-    options = {"max_new_tokens": 12, "temperature": 0, "prefill_mode": "exact"}
     texts = []
     for where in (None, mesh_of(mesh)):
         model = ds.load("demo", numerics="float32", mesh=where)
         model._runner.prefill_block = 16
-        texts.append(model.generate(prompts, **options) + model.generate(prompts[:1], speculate=True, **options))
+        texts.append(
+            model.generate(
+                prompts, max_new_tokens=24, temperature=0, prefill_mode="exact", speculate=drafts == "drafts"
+            )
+        )
     assert texts[0] == texts[1], texts

@@ -38,7 +38,7 @@ def spread_moe(params: dict, x: jax.Array, numerics: Numerics, parallel: Paralle
     layout = sharding.Layout(parallel.data, parallel.context, parallel.tensor)
     stacked = {("layers", "ffn", *path): leaf[None] for path, leaf in flatten(params)}
     for path, leaf in stacked.items():
-        shape = sharding.padded_shape(path, leaf.shape, layout.devices)
+        shape = sharding.padded_shape(path, leaf.shape, layout, False)
         stacked[path] = jnp.pad(leaf, [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)])
     specs = sharding.param_specs(nest(stacked), layout)["layers"]["ffn"]
     padded = jax.tree.map(lambda leaf: leaf[0], nest(stacked)["layers"]["ffn"])
@@ -131,12 +131,18 @@ def kernels() -> None:
 
     wanted = np.asarray(jax.jit(functools.partial(layer, numerics))(params, x))
     layout = sharding.Layout(2, 1, 2)
+    for name, matrix in params["shared_experts"].items():
+        for kind, leaf in matrix.items():  # 64 hidden columns become 2 x 128
+            shape = sharding.padded_shape(("shared_experts", name, kind), leaf.shape, layout, True)
+            words = [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)]
+            bits = jnp.pad(jax.lax.bitcast_convert_type(leaf, jnp.uint8), words)
+            matrix[kind] = jax.lax.bitcast_convert_type(bits, leaf.dtype)
     specs = {
         "gate": jax.tree.map(lambda _: P(), params["gate"]),
         "experts": jax.tree.map(lambda _: P(None, AXES), params["experts"]),
         "shared_experts": jax.tree.map(lambda _: P(), params["shared_experts"]),
     }
-    for name in ("w1", "w3", "w2"):  # 64 columns: two blocks of 32
+    for name in ("w1", "w3", "w2"):
         specs["shared_experts"][name] = {"weight": P(None, "tensor"), "scale": P(None, "tensor")}
     for dispatch, allowed in (("all_to_all", 0.0), ("gather", 2.0**-7)):  # a bf16 rounding
         local = functools.partial(layer, numerics.spread(Parallel(*layout.sizes, False, dispatch)))

@@ -7,16 +7,20 @@ import pytest
 from fake_devices import run_case
 
 
-@pytest.mark.parametrize(("mesh", "mode"), [("2x1x1", "exact"), ("1x2x2", "ced"), ("2x2x2", "exact"), ("8x1x1", "ced")])
-def test_float32(mesh, mode):
-    """Context splits blocks, rows do not divide, expert shares are one or several."""
-    run_case("mesh_cases", "float32", mesh, mode)
+@pytest.mark.parametrize(("mode", "meshes"), [("exact", ["2x1x1", "2x2x2"]), ("ced", ["8x1x1", "1x2x2"])])
+def test_float32(mode, meshes):
+    """`context` splits blocks, rows do not divide, expert shares are one or several."""
+    run_case("mesh_cases", "same_logits", "float32", mode, *meshes)
 
 
+@pytest.mark.slow
 def test_released():
-    run_case("mesh_cases", "released", "2x2x2")
+    run_case("mesh_cases", "same_logits", "released", "exact", "2x1x2", "2x2x2")
 
 
-@pytest.mark.parametrize("mesh", ["1x2x2", "8x1x1"])
-def test_greedy_text_of_the_demo(mesh):
-    run_case("mesh_cases", "greedy_text", mesh)
+@pytest.mark.parametrize(
+    ("mesh", "drafts"),
+    [("1x2x2", "plain"), pytest.param("8x1x1", "drafts", marks=pytest.mark.slow)],
+)
+def test_greedy_text_of_the_demo(mesh, drafts):
+    run_case("mesh_cases", "greedy_text", mesh, drafts)

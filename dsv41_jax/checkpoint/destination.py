@@ -110,7 +110,7 @@ class Destination:
         placement: Placement | None = None,
         padded: Padded | None = None,
     ):
-        self._values = {path: int(np.prod(shape, dtype=np.int64)) for path, (shape, _) in leaves.items()}
+        self._shapes = {path: shape for path, (shape, _) in leaves.items()}
         self._buffers = {
             path: _LeafBuffer(
                 name,
@@ -131,13 +131,13 @@ class Destination:
     def wants(self, path: LeafPath, index: tuple[int, ...], rows: tuple[int, int]) -> bool:
         """Whether some shard of this process overlaps these rows of the tensor at `index`."""
         buffer = self._buffers[path]
-        box = self._box(index, rows, buffer.shape[len(index) + 1 :])
+        box = self._box(index, rows, self._shapes[path][len(index) + 1 :])
         return any(_overlap(piece.box, box) for piece in buffer.pieces)
 
     def skip(self, path: LeafPath, index: tuple[int, ...], rows: tuple[int, int]) -> None:
         """Count rows as dealt with that belong to other processes only."""
         buffer = self._buffers[path]
-        buffer.filled += (rows[1] - rows[0]) * int(np.prod(buffer.shape[len(index) + 1 :], dtype=np.int64))
+        buffer.filled += (rows[1] - rows[0]) * int(np.prod(self._shapes[path][len(index) + 1 :], dtype=np.int64))
 
     def put(self, path: LeafPath, index: tuple[int, ...], start: int, block: np.ndarray) -> None:
         """Write rows from `start` on of the tensor at stack index `index`; `block` must not change later."""
@@ -172,8 +172,7 @@ class Destination:
         """The finished leaves. ValueError if some slot was filled not exactly once."""
         self._wait()
         for path, buffer in self._buffers.items():
-            if buffer.filled != self._values[path]:
-                raise ValueError(
-                    f"{'.'.join(path)}: {buffer.filled} values were placed in a leaf of {self._values[path]}"
-                )
+            shape = self._shapes[path]
+            if buffer.filled != np.prod(shape, dtype=np.int64):
+                raise ValueError(f"{'.'.join(path)}: {buffer.filled} values were placed in a leaf of shape {shape}")
         return {path: buffer.finish() for path, buffer in self._buffers.items()}

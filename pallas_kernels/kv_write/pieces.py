@@ -66,7 +66,8 @@ class Rows:
             whole = x.shape[0] == 1
             return pl.BlockSpec((1 if whole else self.tile, x.shape[1]), lambda i, *_: (0 if whole else i, 0))
 
-        anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
+        # Named, or the compiler moves a pool that fits into VMEM and back around every call.
+        anywhere = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(pools)
         first = len(prefetched) + len(self.arrays)
         for pool, (uses, shape) in zip(pools, buffers, strict=True):
             uses = uses * self.tile
