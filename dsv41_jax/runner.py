@@ -21,6 +21,7 @@ from dsv41_jax.cache import MAX_REWIND, Cache, CacheArrays, put_rows, take_rows,
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import DEAD, EngramHasher
 from dsv41_jax.engram_prefetch import PrefetchingTable
+from dsv41_jax.engram_share import EngramShare, PartSender, arranged
 from dsv41_jax.numerics import Numerics
 
 _SMALLEST_BLOCK = 8  # an anchor and the drafts of the released model fit
@@ -144,11 +145,12 @@ class Runner:
         numerics: Numerics,
         params: Params,
         hasher: EngramHasher | None,
-        tables: Mapping[int, PrefetchingTable],
+        tables: Mapping[int, PrefetchingTable | EngramShare],
         mesh: Mesh | None = None,
     ):
         self.config, self.numerics, self.params = config, numerics, params
         self.hasher, self.tables, self.mesh = hasher, dict(tables), mesh
+        self._send = None if mesh is None else PartSender(mesh)
         if numerics.implementation in ("tpu", "gpu"):
             self.prefill_block, self.decode_rows = 512, 64
 
@@ -289,8 +291,15 @@ class Runner:
         memory = {}
         for i, layer in enumerate(() if rows is None else self.hasher.layer_ids):
             value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i].astype(np.int32)
-            memory[f"l{layer}"] = self.put(value, len(arrays.encoder_floor))
+            place = self._put_part if isinstance(self.tables.get(layer), EngramShare) else self.put
+            memory[f"l{layer}"] = place(value, len(arrays.encoder_floor))
         return memory
+
+    def _put_part(self, part: np.ndarray, rows: int) -> Array:
+        """This process's part of Engram rows on the mesh, see `engram_share`; zeros up to `rows` rows."""
+        padded = np.pad(part, [(0, rows - len(part))] + [(0, 0)] * (part.ndim - 1))
+        parallel = sharded_step.parallel_of(self.mesh, part.shape[1], sharded_step.local_rows(self.mesh, rows))
+        return self._send(arranged(padded, parallel))
 
     def announce_engram(self, rows: np.ndarray) -> None:
         """Let the tables off the device read the rows of a later block [layers, B, t, columns] in the background."""
