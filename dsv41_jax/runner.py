@@ -284,15 +284,16 @@ class Runner:
         keep = n_valid[:, None] + np.arange(cache.history.shape[1])
         return rows, np.take_along_axis(joined, keep, axis=1)
 
-    def engram_input(self, rows: np.ndarray | None, arrays: CacheArrays) -> dict[str, Array]:
+    def engram_input(self, rows: np.ndarray | None, arrays: CacheArrays | None = None) -> dict[str, Array]:
         """Row numbers [layers, B, t, columns] -> the step's input: numbers for tables on the device, rows for the
-        others. `arrays`: the cache of the step, whose rows it is made for.
+        others. `arrays`: the cache of the step, whose rows it is made for; None without a cache.
         """
         memory = {}
+        batch = 0 if rows is None else rows.shape[1] if arrays is None else len(arrays.encoder_floor)
         for i, layer in enumerate(() if rows is None else self.hasher.layer_ids):
             value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i].astype(np.int32)
             place = self._put_part if isinstance(self.tables.get(layer), EngramShare) else self.put
-            memory[f"l{layer}"] = place(value, len(arrays.encoder_floor))
+            memory[f"l{layer}"] = place(value, batch)
         return memory
 
     def _put_part(self, part: np.ndarray, rows: int) -> Array:
