@@ -37,6 +37,8 @@ _SHOWN = 10  # differences spelled out in one message
 _VERDICT_SECONDS = 2.0  # an error may be the consequence of another process's end, which is the better message
 _OWN_FLAGS = ("coordinator", "processes", "process")
 
+_here: Processes | None = None  # of this process, once it has joined a run
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a command that several hosts may run together."""
@@ -118,7 +120,15 @@ def initialize(
         roll_call.fail(str(error))
         roll_call.close()
         raise
+    global _here
+    _here = here
     return here
+
+
+def check_same(facts: Mapping[str, Any]) -> None:
+    """`Processes.check_same` of the run that this process is part of; nothing where it is alone."""
+    if _here is not None:
+        _here.check_same(facts)
 
 
 def _start_jax(cluster: Cluster, peer_timeout: float, start_timeout: float) -> None:

@@ -62,13 +62,15 @@ def distant_rows(parallel: Parallel, share: Array, ids: Array) -> Array:
             whole table.
 
     Returns:
-        [b, ..., width]. Every device reads what it holds of the rows that any device wants; the parts are summed as
-        integers, of which only one is not zero.
+        [b, ..., width]. Every device reads what it holds of the rows that any device wants; the parts are summed, of
+        which only one is not zero: numbers of 8 bits as integers, others as they are, so that there is a gradient.
     """
     axes, held = parallel.token_axes, share.shape[0]
     wanted = jax.lax.all_gather(ids, axes, axis=0, tiled=True) - jax.lax.axis_index(AXES) * held
     here = (wanted >= 0) & (wanted < held)
     rows = share.at[jnp.where(here, wanted, 0)].get(mode="promise_in_bounds")
+    if share.dtype.itemsize > 1:
+        return sum_parts(parallel, jnp.where(here[..., None], rows, 0))
     part = jnp.where(here[..., None], as_words(rows), 0)
     return from_words(sum_parts(parallel, part), share.dtype, share.shape[1])
 

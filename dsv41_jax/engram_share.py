@@ -12,13 +12,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax import quant
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram import sum_parts
 from dsv41_jax.engram_prefetch import EngramStats, PrefetchingTable
 from dsv41_jax.engram_tables import SCALE_BLOCK, StoredTable
+from dsv41_jax.parallel import Parallel
 
 _WORD = 4  # bytes
 
@@ -61,6 +65,11 @@ class RowForm:
         if self.scaled:
             leaf["scale"] = stored[..., end : end + self.width // SCALE_BLOCK]
         return quant.dequantize_weight(leaf, dtype)
+
+
+def released_form(config: ModelConfig) -> RowForm:
+    """The form of the released tables: E4M3 with scales."""
+    return RowForm(config.engram_head_dim, np.dtype(ml_dtypes.float8_e4m3fn), True)
 
 
 class _StoredRows(StoredTable):
@@ -130,6 +139,23 @@ class EngramShare:
         if ids.size and not (ids.min() >= 0 and ids.max() < self.shape[0]):
             raise IndexError(f"Engram rows {ids.min()}..{ids.max()} requested of a table of {self.shape[0]}")
         return (ids >= self.range[0]) & (ids < self.range[1])
+
+
+def arranged(part: np.ndarray, parallel: Parallel) -> np.ndarray:
+    """A part [rows, t, ...] of all rows in the order in which the sum deals it out: [token shards * b, t / parts, ...],
+    device by device of the mesh.
+    """
+    rows, t = part.shape[:2]
+    own = (rows // parallel.row_shards, parallel.parts, t // parallel.parts)
+    split = part.reshape(parallel.data, parallel.tensor, *own, *part.shape[2:])
+    return np.moveaxis(split, 3, 1).reshape(-1, t // parallel.parts, *part.shape[2:])
+
+
+def summed_rows(parallel: Parallel, part: Array, form: RowForm, dtype: jnp.dtype) -> Array:
+    """On a device, inside `jax.shard_map`: its [1, token shards * b, t, ..., words] of what `PartSender` gave -> rows
+    [b, t, ..., width] of its own tokens.
+    """
+    return form.dequantize(sum_parts(parallel, part[0]), dtype)
 
 
 class PartSender:

@@ -1,22 +1,29 @@
 """`load`: from a name or a folder to a `Model`."""
 
+import dataclasses
+import hashlib
 import importlib.resources
 import logging
 import os
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from dsv41_jax import distributed, sharding
 from dsv41_jax import numerics as numerics_module
-from dsv41_jax import sharding
 from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.checkpoint.released import check_choices, load_params
 from dsv41_jax.checkpoint.save_released import TOKEN_MAP_FILE
+from dsv41_jax.checkpoint.tensor_source import TensorSource
+from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import EngramHasher
+from dsv41_jax.engram_layout import engram_layout
 from dsv41_jax.engram_prefetch import PrefetchingTable
+from dsv41_jax.engram_share import EngramShare, own_range
 from dsv41_jax.generate import Model
 from dsv41_jax.kernel_params import check_config, pack_params
 from dsv41_jax.runner import Runner
@@ -71,7 +78,8 @@ def load(
             folder, or a model with Engram layers and neither tokenizer nor token map. ShardingError (a ValueError): a
             mesh that the model cannot be spread over. CheckpointError (a ValueError): anything wrong with the folder.
             FileNotFoundError: no such folder and not a hub id, or the hub has no such model for you. ConnectionError:
-            the hub did not answer.
+            the hub did not answer. In a run of several processes also ValueError where their configurations or token
+            maps differ.
     """
     chosen = numerics_module.named(numerics)
     chosen = chosen.computed_by(_implementation(implementation, chosen))
@@ -81,6 +89,7 @@ def load(
     folder = _find(path, revision)
     source = open_folder(folder)
     config = source.config
+    distributed.check_same(_facts(folder.name, config))
     if chosen.kernels:
         check_config(config, chosen.implementation)
     where = {} if mesh is None else sharding.placement(config, chosen, mesh)
@@ -89,13 +98,13 @@ def load(
     if config.engram_layer_ids:
         if token_map is None:
             token_map = _token_map(folder, tokenizer)
+        distributed.check_same(
+            {f"{folder.name}: the token map": hashlib.sha256(np.asarray(token_map)).hexdigest()[:16]}
+        )
         hasher = EngramHasher(config, token_map)
         if engram != "device":
             hot = _HOT_BYTES[engram] if engram_hot_bytes is None else engram_hot_bytes
-            tables = {
-                layer: PrefetchingTable(source.engram_table(layer, engram, chosen.dtype), hot)
-                for layer in config.engram_layer_ids
-            }
+            tables = {layer: _table(source, layer, engram, chosen, hot, mesh) for layer in config.engram_layer_ids}
     total = sum(entry.nbytes for entry in source.entries.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {folder.name}", disable=total < _LARGE) as bar:
         params = load_params(
@@ -111,6 +120,18 @@ def load(
     return Model(Runner(config, chosen, params, hasher, tables, mesh), tokenizer)
 
 
+def _table(
+    source: TensorSource, layer: int, place: str, numerics: numerics_module.Numerics, hot: int, mesh: Mesh | None
+) -> PrefetchingTable | EngramShare:
+    """An Engram table off the device; in a run of several processes, the rows that this one owns."""
+    if mesh is None or jax.process_count() == 1:
+        return PrefetchingTable(source.engram_table(layer, place, numerics.dtype), hot)
+    layout = engram_layout(source.config)
+    rows = layout.table_rows[layout.layer_ids.index(layer)]
+    own = own_range(rows, jax.process_count(), jax.process_index())
+    return EngramShare(source.engram_table(layer, place, numerics.dtype, own), own[0], rows, hot)
+
+
 def _implementation(asked: str, numerics: numerics_module.Numerics) -> str:
     if asked == "auto" and numerics.name != numerics_module.RELEASED.name:
         _log.info("implementation auto: reference, because numerics %s has no kernels", numerics.name)
@@ -118,6 +139,13 @@ def _implementation(asked: str, numerics: numerics_module.Numerics) -> str:
     found = resolve("load", asked)
     require_device(found)
     return found
+
+
+def _facts(name: str, config: ModelConfig) -> dict[str, object]:
+    """What processes that load a folder of this name must agree on."""
+    values = dataclasses.asdict(config)
+    del values["source"]
+    return {f"{name}/config.json: {key}": value for key, value in values.items()}
 
 
 def _token_map(folder: Path, tokenizer: Tokenizer | None) -> np.ndarray:

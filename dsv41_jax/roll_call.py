@@ -130,7 +130,7 @@ class RollCall:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise TimeoutError(self._missing(here))
-                    listener.settimeout(min(left, 1.0))
+                    listener.settimeout(min(left, _RETRY_SECONDS))
                     try:
                         connection, _ = listener.accept()
                     except TimeoutError:

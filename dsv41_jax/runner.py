@@ -21,6 +21,7 @@ from dsv41_jax.cache import MAX_REWIND, Cache, CacheArrays, put_rows, take_rows,
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import DEAD, EngramHasher
 from dsv41_jax.engram_prefetch import PrefetchingTable
+from dsv41_jax.engram_share import EngramShare, PartSender, arranged
 from dsv41_jax.numerics import Numerics
 
 _SMALLEST_BLOCK = 8  # an anchor and the drafts of the released model fit
@@ -144,11 +145,12 @@ class Runner:
         numerics: Numerics,
         params: Params,
         hasher: EngramHasher | None,
-        tables: Mapping[int, PrefetchingTable],
+        tables: Mapping[int, PrefetchingTable | EngramShare],
         mesh: Mesh | None = None,
     ):
         self.config, self.numerics, self.params = config, numerics, params
         self.hasher, self.tables, self.mesh = hasher, dict(tables), mesh
+        self._send = None if mesh is None else PartSender(mesh)
         if numerics.implementation in ("tpu", "gpu"):
             self.prefill_block, self.decode_rows = 512, 64
 
@@ -282,15 +284,23 @@ class Runner:
         keep = n_valid[:, None] + np.arange(cache.history.shape[1])
         return rows, np.take_along_axis(joined, keep, axis=1)
 
-    def engram_input(self, rows: np.ndarray | None, arrays: CacheArrays) -> dict[str, Array]:
+    def engram_input(self, rows: np.ndarray | None, arrays: CacheArrays | None = None) -> dict[str, Array]:
         """Row numbers [layers, B, t, columns] -> the step's input: numbers for tables on the device, rows for the
-        others. `arrays`: the cache of the step, whose rows it is made for.
+        others. `arrays`: the cache of the step, whose rows it is made for; None without a cache.
         """
         memory = {}
+        batch = 0 if rows is None else rows.shape[1] if arrays is None else len(arrays.encoder_floor)
         for i, layer in enumerate(() if rows is None else self.hasher.layer_ids):
             value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i].astype(np.int32)
-            memory[f"l{layer}"] = self.put(value, len(arrays.encoder_floor))
+            place = self._put_part if isinstance(self.tables.get(layer), EngramShare) else self.put
+            memory[f"l{layer}"] = place(value, batch)
         return memory
+
+    def _put_part(self, part: np.ndarray, rows: int) -> Array:
+        """This process's part of Engram rows on the mesh, see `engram_share`; zeros up to `rows` rows."""
+        padded = np.pad(part, [(0, rows - len(part))] + [(0, 0)] * (part.ndim - 1))
+        parallel = sharded_step.parallel_of(self.mesh, part.shape[1], sharded_step.local_rows(self.mesh, rows))
+        return self._send(arranged(padded, parallel))
 
     def announce_engram(self, rows: np.ndarray) -> None:
         """Let the tables off the device read the rows of a later block [layers, B, t, columns] in the background."""

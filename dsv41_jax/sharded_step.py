@@ -14,12 +14,12 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
-from dsv41_jax import dspark, model, sharding
+from dsv41_jax import dspark, engram_share, model, sharding
 from dsv41_jax.blocks import Params
 from dsv41_jax.cache import CacheArrays
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import FEW_TOKENS, Numerics
-from dsv41_jax.parallel import CONTEXT, ROW_AXES, Parallel
+from dsv41_jax.parallel import AXES, CONTEXT, ROW_AXES, Parallel
 
 ROWS = Spec(ROW_AXES)
 _GATHER_TOKENS = 64  # of a device: more go to their experts by all-to-all
@@ -50,6 +50,11 @@ def _token_spec(parallel: Parallel) -> Spec:
     return Spec(ROW_AXES, CONTEXT) if parallel.split_block else ROWS
 
 
+def is_part(memory: Array) -> bool:
+    """Whether an Engram input is a part that the devices have to sum, see `engram_share`."""
+    return memory.dtype == jnp.uint32
+
+
 def extend(
     mesh: Mesh,
     config: ModelConfig,
@@ -74,7 +79,14 @@ def extend(
     numerics = numerics.spread(parallel_of(mesh, block, local_rows(mesh, rows), dispatch))
     tokens = _token_spec(numerics.parallel)
 
+    form = engram_share.released_form(config)
+    memory_specs = {name: Spec(AXES) if is_part(value) else tokens for name, value in memory.items()}
+
     def local(params, arrays, token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor):
+        memory = {
+            name: engram_share.summed_rows(numerics.parallel, value, form, numerics.dtype) if is_part(value) else value
+            for name, value in memory.items()
+        }
         return model.extend(
             config,
             numerics,
@@ -92,7 +104,7 @@ def extend(
         )
 
     cache = sharding.cache_specs(arrays, layout)
-    inputs = (tokens, ROWS, ROWS, tokens, tokens, tokens, ROWS)
+    inputs = (tokens, ROWS, ROWS, memory_specs, tokens, tokens, ROWS)
     logits = None if layers == "encoder" else tokens if all_logits else ROWS
     step = jax.shard_map(
         local,

@@ -55,8 +55,7 @@ PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("engram.*.wkv.*", ("column_block", None)),
     ("mtp.main_proj.*", ("column_block", None)),
     ("mtp.markov_head.head.weight", ("column", None)),
-    ("vision.blocks.attn.*.weight", (None, "column", None)),
-    ("vision.blocks.mlp.*.weight", (None, "column", None)),
+    ("vision.blocks.*.weight", (None, "column", None)),
     ("aligner.*.weight", ("column", None)),
 )
 
@@ -223,7 +222,8 @@ def optimizer_specs(optimizer: optax.GradientTransformation, params: dict, layou
 
     def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> Spec:
         keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        return specs[keys] if shapes.get(keys) == leaf.shape else Spec()
+        ends = (keys[i:] for i in range(len(keys)))  # an optimizer of several parts names the part first
+        return next((specs[end] for end in ends if shapes.get(end) == leaf.shape), Spec())
 
     return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(optimizer.init, params))
 

@@ -1,19 +1,25 @@
 """Prints the continuation of a prompt, or with --chat the answer to it, piece by piece.
 
 python launch/generate.py --model=demo --prompt="The harbour"
+
+On several hosts the same command runs on each, with --mesh: see docs/pods.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 import jax
 
 import dsv41_jax as ds
 from dsv41_jax import compile_cache, distributed
+from dsv41_jax.sharding import Layout
 from pallas_kernels.implementation import IMPLEMENTATIONS
 
 OPTIONS = (
@@ -57,6 +63,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="kernels or plain code; auto: the kernels of a TPU or GPU where the numerics are released (default: auto)",
     )
     parser.add_argument(
+        "--mesh",
+        default=None,
+        help="spread the model over all devices: sizes DATAxCONTEXTxTENSOR, e.g. 4x1x4 (default: the first device)",
+    )
+    parser.add_argument(
+        "--engram",
+        default="device",
+        choices=("device", "host", "mmap"),
+        help="where Engram tables are: on devices, in host memory or in the file (default: device)",
+    )
+    parser.add_argument(
         "--compilation_cache",
         default=None,
         help="folder that keeps compiled programs for the next run (default: a folder in the user's cache)",
@@ -65,34 +82,43 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def answer(model: ds.Model, prompt: str, thinking: str, options: dict) -> Iterator[str]:
-    """Pieces of the answer to one message; its reasoning is written to standard error."""
+def answer(model: ds.Model, prompt: str, thinking: str, options: dict, thoughts: TextIO) -> Iterator[str]:
+    """Pieces of the answer to one message; its reasoning is written to `thoughts`."""
     effort = int(thinking) if thinking.isdigit() else thinking
     thought = False
     for delta in model.chat([{"role": "user", "content": prompt}], effort, stream=True, **options):
-        sys.stderr.write(delta.reasoning)
+        thoughts.write(delta.reasoning)
         if thought and delta.content:
-            sys.stderr.write("\n")
+            thoughts.write("\n")
         thought = bool(delta.reasoning) or (thought and not delta.content)
-        sys.stderr.flush()
+        thoughts.flush()
         yield delta.content
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Load the model and print."""
-    print(f"loading {flags.model}; the first run of a model compiles it, which takes a while", file=sys.stderr)
-    model = ds.load(flags.model, numerics=flags.numerics, implementation=flags.implementation)
-    print(f"implementation: {model.implementation} on {jax.devices()[0].device_kind}", file=sys.stderr)
-    options = {name: getattr(flags, name) for name in OPTIONS}
-    first = jax.process_index() == 0  # the others compute the same text
-    if flags.chat:
-        pieces = answer(model, flags.prompt, flags.thinking, options)
-    else:
-        pieces = itertools.chain([flags.prompt], model.stream(flags.prompt, **options))
-    for piece in itertools.chain(pieces, ["\n"]):
-        if first:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+    """Load the model and print; of several processes, which all compute the same text, the first one prints."""
+    layout = None if flags.mesh is None else Layout.parse(flags.mesh)  # before the devices are looked at
+    if jax.process_count() > 1 and layout is None:
+        raise ValueError(f"{jax.process_count()} processes need a --mesh over their {jax.device_count()} devices")
+    with contextlib.ExitStack() as files:
+        out, notes = sys.stdout, sys.stderr
+        if jax.process_index() > 0:
+            out = notes = files.enter_context(open(os.devnull, "w"))
+        print(f"loading {flags.model}; the first run of a model compiles it, which takes a while", file=notes)
+        mesh = None if layout is None else layout.mesh()
+        model = ds.load(
+            flags.model, mesh, numerics=flags.numerics, engram=flags.engram, implementation=flags.implementation
+        )
+        where = f"{jax.device_count() if mesh else 1} x {jax.devices()[0].device_kind}"
+        print(f"implementation: {model.implementation} on {where}", file=notes)
+        options = {name: getattr(flags, name) for name in OPTIONS}
+        if flags.chat:
+            pieces = answer(model, flags.prompt, flags.thinking, options, notes)
+        else:
+            pieces = itertools.chain([flags.prompt], model.stream(flags.prompt, **options))
+        for piece in itertools.chain(pieces, ["\n"]):
+            out.write(piece)
+            out.flush()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -63,6 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--png", default=None, metavar="FILE", help="draw memory and bounds into this file")
     parser.add_argument("--out", default=None, metavar="FILE", help="write the JSON into this file too")
+    parser.add_argument("--hlo", default=None, metavar="FOLDER", help="keep the optimised programs' text there")
     flags = parser.parse_args(argv)
     if flags.find and (len(flags.topology) > 1 or len(flags.phase) > 1 or flags.mesh):
         parser.error("--find takes one topology and one phase, and no --mesh")
@@ -70,12 +71,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         path = getattr(flags, name)
         if path and not Path(path).resolve().parent.is_dir():
             parser.error(f"--{name}: there is no folder {Path(path).resolve().parent}")
+    if flags.hlo and not Path(flags.hlo).is_dir():
+        parser.error(f"--hlo: there is no folder {flags.hlo}")
     return flags
 
 
 def requests(flags: argparse.Namespace) -> list[Request]:
     """One for each topology and phase."""
-    names = ("config", "batch", "context", "block", "mesh", "engram", "expert_storage", "schedule")
+    names = ("config", "batch", "context", "block", "mesh", "engram", "expert_storage", "schedule", "hlo")
     options = {name: getattr(flags, name) for name in names}
     return [Request(topology=name, phase=phase, **options) for name in flags.topology for phase in flags.phase]
 

@@ -129,7 +129,7 @@ def test_strangers_are_ignored_and_a_restarted_process_may_come(port):
     gone = stranger(port, {"process": 1, "processes": 3, "host": "gone", "pid": 7})
     time.sleep(0.1)
     gone.close()
-    time.sleep(2.5)  # the first looks once a second
+    time.sleep(0.8)  # the first looks four times a second
     others = [Member(port, 3, i) for i in (1, 2)]
     assert [m.done().error for m in (first, *others)] == [None] * 3
     assert "gone" not in str(first.call.names)
@@ -308,9 +308,9 @@ def test_processes_that_finish_end_well(tmp_path):
 @pytest.mark.parametrize(
     ("how", "victim", "number", "seconds"),
     [
-        ("run", 1, signal.SIGKILL, 5),
         ("run", 0, signal.SIGKILL, 5),
-        ("run", 1, signal.SIGTERM, 5),
+        pytest.param("run", 1, signal.SIGKILL, 5, marks=pytest.mark.slow),
+        pytest.param("run", 1, signal.SIGTERM, 5, marks=pytest.mark.slow),
         ("wait", 1, signal.SIGKILL, 5),  # the other one waits for it inside a collective
         ("run", 1, signal.SIGSTOP, 12),  # silent, its connections open
     ],

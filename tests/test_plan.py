@@ -13,7 +13,7 @@ from configs.tiny import get_config as tiny_config
 from dsv41_jax import plan
 from dsv41_jax.compiled_program import Collective, CompiledProgram
 from dsv41_jax.config import load_config
-from dsv41_jax.plan import bounds, find, picture, static_bundles, text
+from dsv41_jax.plan import bounds, find, picture, static_bundles, text, worker
 from dsv41_jax.plan.report import CollectiveRow, LoopRow, Memory, Report, from_dict
 from dsv41_jax.plan.request import Request, default_layout
 from dsv41_jax.plan.run import plan_all
@@ -114,6 +114,7 @@ def made_report(mesh: str = "2x1x2", seconds: float = 1e-3, left: int = 5) -> Re
         bounds.Bounds(hbm=seconds, matmul=seconds / 2, links=seconds / 4),
         memory,
         {"fp8": 1e9},
+        (1.1e9, 1e9),
         (CollectiveRow("all-gather", 4, 2, 40, 1e6, 1e-5, True, 1),),
         (LoopRow(0, None, 1, 3, 2, 1, 9, {}),),
         6,
@@ -296,6 +297,20 @@ def test_full_size(name, phase):
     if name == "v6e:4x4" and phase == "decode":
         assert report.memory.parts["params"] + report.memory.scratch <= 27e9
         assert report.bounds.hbm <= 12e-3
+
+
+@pytest.mark.slow
+def test_decoding_grows_slowly():
+    """From 4K to 1M tokens by at most 1.3, in the sharded step's program and by arithmetic, within 5%. With 16 rows a
+    device, because kernels pad fewer.
+    """
+    program, arithmetic = [], []
+    for context in (4096, 1 << 20):
+        request = Request("v6e:4x4", FLASH, batch=256, context=context, engram="host").checked()
+        counted, expected = worker.PlannedStep(request).weighted
+        assert counted == pytest.approx(expected, rel=0.05)
+        program.append(counted), arithmetic.append(expected)
+    assert 1.2 < program[1] / program[0] <= 1.3 and 1.2 < arithmetic[1] / arithmetic[0] <= 1.3
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def test_attention_kl():
     scores = jnp.zeros((1, 2, 2))
     visible = jnp.asarray([[[True, True], [False, False]]])
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    gradient = jax.jit(jax.value_and_grad(attention_kl))
-    value, slope = gradient(logits, scores, visible)
+    gradient = jax.jit(jax.value_and_grad(attention_kl, has_aux=True))
+    (value, seen), slope = gradient(logits, scores, visible)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert seen == 1
     assert np.all(slope == 0)  # the main attention is only followed

@@ -31,9 +31,9 @@ from dsv41_jax.checkpoint.released_folder import complain, engram_table, read_co
 from dsv41_jax.checkpoint.safetensors_file import CheckpointError, TensorEntry, read_header, read_rows
 from dsv41_jax.checkpoint.save_released import TensorReader, check_leaves, copy_text_files, write_token_map
 from dsv41_jax.checkpoint.tensor_source import TensorSource
-from dsv41_jax.checkpoint.transfer import each
+from dsv41_jax.checkpoint.workers import each
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_tables import EngramTable
+from dsv41_jax.engram_tables import StoredTable
 
 
 def save_orbax(
@@ -157,9 +157,11 @@ class OrbaxFolder:
             return str(self.path / ENGRAM_FILE)
         return str(self.path / PARAMS_FOLDER / ".".join(self._names.places[name].path))
 
-    def engram_table(self, layer: int, place: str, dtype: np.dtype = ml_dtypes.bfloat16) -> EngramTable:
-        """The table of an Engram layer off the device, in host memory ("host") or left in the file ("mmap")."""
-        return engram_table(self._tables, layer, place, dtype)
+    def engram_table(
+        self, layer: int, place: str, dtype: np.dtype = ml_dtypes.bfloat16, rows: tuple[int, int] | None = None
+    ) -> StoredTable:
+        """The table of an Engram layer, or `rows` of it, in host memory ("host") or left in the file ("mmap")."""
+        return engram_table(self._tables, layer, place, dtype, rows)
 
 
 def _check_metadata(folder: Path, forms: dict[LeafPath, Form]) -> None:

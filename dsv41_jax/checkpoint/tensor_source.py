@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.engram_tables import EngramTable
+from dsv41_jax.engram_tables import StoredTable
 
 
 class TensorSource(Protocol):
@@ -31,5 +31,8 @@ class TensorSource(Protocol):
     def where(self, name: str) -> str:
         """The file that holds a tensor, for messages."""
 
-    def engram_table(self, layer: int, place: str, dtype: np.dtype) -> EngramTable:
-        """The table of an Engram layer off the device: in host memory ("host") or left in the file ("mmap")."""
+    def engram_table(self, layer: int, place: str, dtype: np.dtype, rows: tuple[int, int] | None = None) -> StoredTable:
+        """The table of an Engram layer off the device: in host memory ("host") or left in the file ("mmap").
+
+        `rows`: first row and the one after the last, where only these are wanted; they are counted from 0 then.
+        """

@@ -81,7 +81,8 @@ class Report:
     Attributes:
         mesh_by_rule: whether the mesh was chosen here.
         memory .. kernels_per_reuse_layer: None if it did not compile; `error` says why.
-        flops: of one device by precision. kernels: launched in a step.
+        flops: of one device by precision, counted in the program. weighted: FLOPs of a token in the program, weighted
+            as the report's Figure 2, and the same by the arithmetic of `accounting`. kernels: launched in a step.
         moves: (operation, name, bytes, times) of large instructions that only move data.
         unknown_loops: loops whose trips the data decides, counted once.
         left_out: kernels of which the bound of the vector unit has only a part: loops whose length depends on the data
@@ -95,6 +96,7 @@ class Report:
     bounds: Bounds | None = None
     memory: Memory | None = None
     flops: dict[str, float] | None = None
+    weighted: tuple[float, float] | None = None
     collectives: tuple[CollectiveRow, ...] = ()
     loops: tuple[LoopRow, ...] = ()
     kernels: int | None = None
@@ -143,4 +145,5 @@ def from_dict(found: dict[str, Any]) -> Report:
     fields["loops"] = tuple(LoopRow(**row) for row in fields.get("loops", ()))
     fields["moves"] = tuple(map(tuple, fields.get("moves", ())))
     fields["left_out"] = tuple(fields.get("left_out", ()))
+    fields["weighted"] = tuple(fields["weighted"]) if fields.get("weighted") else None
     return Report(**fields)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from dsv41_jax.config import ModelConfig, load_config
+from dsv41_jax.sharded_step import PHASES as STEP_PHASES
 from dsv41_jax.sharding import Layout, check_layout, padded_rows
 from dsv41_jax.topologies import Topology, parse
 
@@ -26,6 +27,7 @@ class Request:
         mesh: "DATAxCONTEXTxTENSOR" as `sharding.Layout` spells it, or None: chosen by `default_layout`.
         engram: where the Engram tables are. expert_storage: form of the routed experts.
         schedule: whether the TPU compiler's schedule is dumped and read, for the bound of the vector unit.
+        hlo: a folder that gets the optimised program's text, or None.
     """
 
     topology: str
@@ -38,6 +40,7 @@ class Request:
     engram: str = "device"
     expert_storage: str = "fp4"
     schedule: bool = False
+    hlo: str | None = None
 
     @property
     def machine(self) -> Topology:
@@ -69,6 +72,8 @@ class Request:
         for name, allowed in (("phase", PHASES), ("engram", ENGRAM), ("expert_storage", STORAGE)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
+        if self.phase not in STEP_PHASES:
+            raise ValueError(f"phase={self.phase!r}: there is no such step on a mesh in this version")
         for name in ("batch", "context", "block"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")

@@ -53,7 +53,12 @@ def full(report: Report) -> str:
         lines += [*_traffic(report), ""]
     if report.flops:
         parts = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in report.flops.items() if count)
-        lines += [f"GFLOP a device: {parts} (by the precision that the release multiplies in)", ""]
+        lines += [f"GFLOP a device: {parts} (by the precision that the release multiplies in)"]
+        program, arithmetic = report.weighted
+        lines += [
+            f"weighted GFLOP a token: {program / 1e9:.2f} in the program, {arithmetic / 1e9:.2f} by arithmetic",
+            "",
+        ]
     if report.memory:
         lines += [*_collectives(report), "", *_kernels(report), ""]
     if report.bounds:

@@ -4,6 +4,7 @@ A process for each step, so that its memory is given back, and because libtpu ta
 """
 
 import dataclasses
+import functools
 import json
 import resource
 import sys
@@ -13,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from dsv41_jax.accounting import jaxpr_work, tokens_that_fit, touched_experts
+from dsv41_jax import accounting
 from dsv41_jax.compiled_program import Collective, CompiledProgram
-from dsv41_jax.config import ModelConfig, load_config
-from dsv41_jax.numerics import RELEASED, Numerics
+from dsv41_jax.config import load_config
+from dsv41_jax.numerics import RELEASED
 from dsv41_jax.plan import static_bundles
 from dsv41_jax.plan.bounds import Bounds, links_seconds, matmul_seconds
 from dsv41_jax.plan.report import CollectiveRow, LoopRow, Memory, Report
 from dsv41_jax.plan.request import STEP_OPTIONS, Request
 from dsv41_jax.plan.traffic import local_bytes, traffic
-from dsv41_jax.sharded_step import AbstractStep, abstract_step
-from dsv41_jax.topologies import NoCompiler, Topology
+from dsv41_jax.sharded_step import abstract_step
+from dsv41_jax.topologies import NoCompiler
 from pallas_kernels import schedule
 
 LARGE_MOVE = 8 << 20  # bytes; smaller copies are not listed
@@ -35,112 +37,134 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class PlannedStep:
+    """The step of a checked request, on devices that need not be there.
+
+    Attributes:
+        step: see `sharded_step.AbstractStep`.
+    """
+
+    def __init__(self, request: Request):
+        self.request, self.machine, self.config = request, request.machine, load_config(request.config)
+        self.numerics = RELEASED.computed_by("tpu" if self.machine.tpu else "gpu")
+        self.mesh = request.layout.mesh(self.machine.jax_devices())
+        options = {name: getattr(request, name) for name in STEP_OPTIONS}
+        self.step = abstract_step(self.config, self.numerics, self.mesh, **options)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Descriptions of the arguments, by name."""
+        return dict(zip(self.step.names, self.step.arguments, strict=True))
+
+    @functools.cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The step as a jaxpr. Arguments that it does not use stay: they are in memory all the same."""
+        jitted = jax.jit(self.step.function, donate_argnums=self.step.donate, keep_unused=True)
+        with jax.set_mesh(self.mesh):  # kernels ask which generation they are for
+            return jitted.trace(*self.step.arguments)
+
+    @functools.cached_property
+    def flops(self) -> dict[str, float]:
+        """FLOPs of one device by precision, with as many rows for its experts as uniform routing gives."""
+        chosen = self.request.batch * self.request.tokens * self.config.num_experts_per_tok
+        return accounting.jaxpr_work(self.traced.jaxpr, expert_rows=chosen / self.machine.devices, while_trips=0)
+
+    @property
+    def weighted(self) -> tuple[float, float]:
+        """FLOPs of a token, weighted: as the program has them, on all devices together, and by closed arithmetic for
+        the last tokens of the context.
+        """
+        request = self.request
+        counted = accounting.weighted(self.flops) * self.machine.devices / (request.batch * request.tokens)
+        contexts = np.arange(request.context - request.tokens + 1, request.context + 1)
+        encoder = request.phase == "prefill"
+        expected = accounting.phase(
+            self.config,
+            contexts,
+            "encoder" if encoder else "all",
+            logits=0 if encoder else request.tokens,
+            draft_windows=not encoder,
+        )
+        return counted, expected.weighted()
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The program for the devices."""
+        with jax.set_mesh(self.mesh):
+            lowered = self.traced.lower()
+        return lowered.compile(None if self.machine.tpu else {"xla_gpu_autotune_level": 0})
+
+    def cycles(self, program: CompiledProgram, folder: Path) -> tuple[float, tuple[str, ...]]:
+        """Bundles of a core in a step from the schedules in a folder; see `static_bundles.Schedule.cycles`."""
+        request, config = self.request, self.config
+        tokens = request.batch * request.tokens
+        touched = accounting.touched_experts(config.n_routed_experts, config.num_experts_per_tok, tokens)
+        cycles, partly = static_bundles.read(folder).cycles(program, touched / self.machine.devices)
+        if request.phase == "decode":
+            cycles += static_bundles.index_cycles(config, self.machine, request.rows, request.context)
+        return cycles, partly
+
+    def memory(self, analysis: Any) -> Memory:
+        """From a compiled program's `memory_analysis()`."""
+        memory = Memory(
+            parts={name: sum(map(local_bytes, jax.tree.leaves(tree))) for name, tree in self.arguments.items()},
+            arguments=analysis.argument_size_in_bytes,
+            scratch=analysis.temp_size_in_bytes,
+            outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+            code=analysis.generated_code_size_in_bytes,
+            limit=self.machine.chip.memory,
+            tokens_left=0,
+        )
+        shards = self.request.layout.data * self.request.layout.tensor
+        room = accounting.tokens_that_fit(self.config, max(memory.left, 0), 0, self.numerics)
+        return dataclasses.replace(memory, tokens_left=shards * room)
+
+
 def report(request: Request, by_rule: bool) -> Report:
-    """Build, compile and read the step of a checked request."""
-    machine, config = request.machine, load_config(request.config)
-    numerics = RELEASED.computed_by("tpu" if machine.tpu else "gpu")
+    """Build, compile and read the step of a checked request; before libtpu is used, if its schedule is asked for."""
     with tempfile.TemporaryDirectory(prefix="schedule") as name:
         folder = Path(name) / "dumped" if request.schedule else None
         if folder:
-            schedule.dump_to(folder)  # before libtpu is used
+            schedule.dump_to(folder)
         say("tracing")
-        mesh = request.layout.mesh(machine.jax_devices())
-        options = {name: getattr(request, name) for name in STEP_OPTIONS}
-        step = abstract_step(config, numerics, mesh, **options)
-        return compile_report(request, by_rule, machine, config, numerics, step, mesh, folder)
+        begin = time.perf_counter()
+        planned = PlannedStep(request)
+        chip = planned.machine.chip
+        moved = traffic(planned.config, planned.numerics, planned.arguments["params"], request)
+        bounds = Bounds(hbm=moved.total / chip.bandwidth, matmul=matmul_seconds(planned.flops, chip), links=0.0)
+        traced = time.perf_counter()
+        found = Report(request, by_rule, moved, flops=planned.flops, weighted=planned.weighted)
+        found = dataclasses.replace(found, trace_seconds=traced - begin)
+        say("compiling")
+        try:
+            compiled = planned.compiled()
+        except Exception as error:  # it does not fit, or the compiler refuses: both are results
+            return dataclasses.replace(found, error=_reason(error), **_spent(traced))
+        found = dataclasses.replace(found, **_spent(traced), memory=planned.memory(compiled.memory_analysis()))
+        say("reading the program")
+        program = CompiledProgram(compiled.as_text())
+        if request.hlo:
+            name = f"{request.topology}-{request.phase}-{request.mesh}.hlo".replace(":", "-")
+            (Path(request.hlo) / name).write_text(compiled.as_text())
+        nodes = [planned.machine.node_of(device) for device in planned.mesh.devices.flat]
+        bounds = dataclasses.replace(bounds, links=links_seconds(program.collectives, planned.machine, nodes))
+        if folder:
+            say("reading the schedule")
+            cycles, partly = planned.cycles(program, folder)
+            bounds = dataclasses.replace(bounds, vector=cycles / chip.clock)
+            found = dataclasses.replace(found, left_out=partly)
+        return dataclasses.replace(
+            found,
+            bounds=bounds,
+            collectives=_collectives(planned, program, nodes),
+            loops=_loops(program),
+            kernels=program.kernels,
+            kernels_per_reuse_layer=program.kernels_per_reuse_layer(),
+            moves=tuple((m.operation, m.name, m.bytes, m.times) for m in program.large_moves(LARGE_MOVE)),
+            unknown_loops=len(program.unknown_loops),
+        )
 
 
-def compile_report(
-    request: Request,
-    by_rule: bool,
-    machine: Topology,
-    config: ModelConfig,
-    numerics: Numerics,
-    step: AbstractStep,
-    mesh: jax.sharding.Mesh,
-    folder: Path | None = None,
-) -> Report:
-    """The report of a step on a mesh of a machine's devices.
-
-    Args:
-        folder: where libtpu writes its schedules, if it does.
-    """
-    arguments = dict(zip(step.names, step.arguments, strict=True))
-    moved = traffic(config, numerics, arguments["params"], request)
-    begin = time.perf_counter()
-    jitted = jax.jit(step.function, donate_argnums=step.donate, keep_unused=True)
-    with jax.set_mesh(mesh):  # kernels ask which generation they are for
-        traced = jitted.trace(*step.arguments)
-        flops = _flops(request, machine, config, traced.jaxpr)
-        lowered = traced.lower()
-    traced_at = time.perf_counter()
-    hbm = moved.total / machine.chip.bandwidth
-    known = Bounds(hbm=hbm, matmul=None if flops is None else matmul_seconds(flops, machine.chip), links=0.0)
-    base = Report(request, by_rule, moved, known, flops=flops, trace_seconds=traced_at - begin)
-    say("compiling")
-    try:
-        compiled = lowered.compile(None if machine.tpu else {"xla_gpu_autotune_level": 0})
-    except Exception as error:  # it does not fit, or the compiler refuses: both are results
-        return dataclasses.replace(base, bounds=None, error=_reason(error), **_spent(traced_at))
-    spent = _spent(traced_at)
-    say("reading the program")
-    program = CompiledProgram(compiled.as_text())
-    nodes = [machine.node_of(device) for device in mesh.devices.flat]
-    bounds = dataclasses.replace(known, links=links_seconds(program.collectives, machine, nodes))
-    left_out: tuple[str, ...] = ()
-    if folder:
-        say("reading the schedule")
-        cycles, left_out = static_bundles.read(folder).cycles(program, _touched(request, config, machine))
-        if request.phase == "decode":
-            cycles += static_bundles.index_cycles(config, machine, request.rows, request.context)
-        bounds = dataclasses.replace(bounds, vector=cycles / machine.chip.clock)
-    return dataclasses.replace(
-        base,
-        bounds=bounds,
-        memory=_memory(machine, config, numerics, request, arguments, compiled.memory_analysis()),
-        collectives=_collectives(program, machine, nodes),
-        loops=_loops(program),
-        kernels=program.kernels,
-        kernels_per_reuse_layer=program.kernels_per_reuse_layer(),
-        moves=tuple((m.operation, m.name, m.bytes, m.times) for m in program.large_moves(LARGE_MOVE)),
-        unknown_loops=len(program.unknown_loops),
-        left_out=left_out,
-        **spent,
-    )
-
-
-def _flops(request: Request, machine: Topology, config: ModelConfig, jaxpr: Any) -> dict[str, float] | None:
-    """FLOPs of one device by precision, with as many rows for its experts as uniform routing gives."""
-    rows = request.batch * request.tokens * config.num_experts_per_tok / machine.devices
-    if request.phase == "train":
-        return None
-    return jaxpr_work(jaxpr, expert_rows=rows, while_trips=0)
-
-
-def _touched(request: Request, config: ModelConfig, machine: Topology) -> float:
-    """Experts of a device that a step is expected to touch, in each layer."""
-    tokens = request.batch * request.tokens
-    return touched_experts(config.n_routed_experts, config.num_experts_per_tok, tokens) / machine.devices
-
-
-def _memory(
-    machine: Topology, config: ModelConfig, numerics: Numerics, request: Request, arguments: dict, analysis: Any
-) -> Memory:
-    parts = {name: sum(map(local_bytes, jax.tree.leaves(tree))) for name, tree in arguments.items()}
-    memory = Memory(
-        parts=parts,
-        arguments=analysis.argument_size_in_bytes,
-        scratch=analysis.temp_size_in_bytes,
-        outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
-        code=analysis.generated_code_size_in_bytes,
-        limit=machine.chip.memory,
-        tokens_left=0,
-    )
-    shards = request.layout.data * request.layout.tensor
-    return dataclasses.replace(memory, tokens_left=shards * tokens_that_fit(config, max(memory.left, 0), 0, numerics))
-
-
-def _collectives(program: CompiledProgram, machine: Topology, nodes: list[int]) -> tuple[CollectiveRow, ...]:
+def _collectives(planned: PlannedStep, program: CompiledProgram, nodes: list[int]) -> tuple[CollectiveRow, ...]:
     grouped: dict[tuple[str, int], list[Collective]] = {}
     for collective in program.collectives:
         grouped.setdefault((collective.kind, collective.group), []).append(collective)
@@ -151,7 +175,7 @@ def _collectives(program: CompiledProgram, machine: Topology, nodes: list[int]) 
             instructions=len(found),
             runs=sum(c.times for c in found),
             bytes=sum(c.times * c.sent for c in found),
-            seconds=links_seconds(found, machine, nodes),
+            seconds=links_seconds(found, planned.machine, nodes),
             at_least=any(c.at_least for c in found),
             overlapped=sum(bool(c.overlapped) for c in found),
         )

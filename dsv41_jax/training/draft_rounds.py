@@ -57,6 +57,6 @@ class DraftRounds:
         windows = jnp.stack([window(m) for m in range(config.n_draft)])
         first = self.previous[:, 0]
         hidden = dspark.draft_hidden(config, numerics, params, first, self.start, lambda m: pick(windows, m), mask)
-        embedding, bias = dspark.markov(numerics, params, self.previous)
+        embedding, bias = dspark.markov(config, numerics, params, self.previous)
         logits = dspark.base_logits(config, numerics, params, hidden) + bias
         return logits, dspark.confidence(params, hidden, embedding)

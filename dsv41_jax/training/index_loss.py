@@ -6,6 +6,8 @@ selection has no gradient).
 Source: training spec 3.11, the practice of the family; scored densely.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -23,8 +25,8 @@ INDEX_KEY_LEAVES = ("wk", "k_norm")  # of a compressor: the part that makes inde
 _MASKED = -1e30
 
 
-def attention_kl(logits: Array, scores: Array, visible: Array) -> Array:
-    """Mean KL over the queries that see an entry.
+def attention_kl(logits: Array, scores: Array, visible: Array) -> tuple[Array, Array]:
+    """Sum of the KL over the queries that see an entry, and how many do.
 
     Args:
         logits: main attention logits float32 [B, T, H, N], detached here.
@@ -36,13 +38,22 @@ def attention_kl(logits: Array, scores: Array, visible: Array) -> Array:
     q = jax.nn.log_softmax(jnp.where(visible, scores, _MASKED), axis=-1)
     kl = jnp.sum(jnp.where(visible, p * (jnp.log(p + 1e-20) - q), 0.0), axis=-1)
     seen = jnp.any(visible, axis=-1)
-    return jnp.sum(kl * seen) / jnp.maximum(jnp.sum(seen), 1)
+    return jnp.sum(kl * seen), jnp.sum(seen)
 
 
 def index_loss(
-    config: ModelConfig, numerics: Numerics, params: Params, attn_in: dict[int, Array], segment_ids: Array
+    config: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    attn_in: dict[int, Array],
+    segment_ids: Array,
+    counted: Array,
+    total: Callable[[Array], Array],
 ) -> Array:
-    """Sum of `attention_kl` over the index sources; attn_in {layer: [B, T, D]} from `model.forward`."""
+    """Sum over the index sources of the mean `attention_kl` of the rows that count, bool [B].
+
+    `attn_in` {layer: [B, T, D]} is from `model.forward`; `total` adds up what devices with other rows have.
+    """
     frozen = jax.lax.stop_gradient({"layers": params["layers"], "compressors": params["compressors"]})
     compressors = {
         name: {**frozen["compressors"][name], **{leaf: source[leaf] for leaf in INDEX_KEY_LEAVES}}
@@ -50,7 +61,7 @@ def index_loss(
     }
     keys = PackedSamples(config, numerics, segment_ids, *segment_ids.shape)
     state: dict = {}
-    total = jnp.float32(0)
+    loss = jnp.float32(0)
     for share in layer_map(config)[: config.num_hidden_layers]:
         if share.mode not in (Mode.FULL, Mode.REINDEX):
             continue
@@ -67,5 +78,7 @@ def index_loss(
         main_kv, index_keys = state[share.ratio, slot]
         logits = einsum_f32("bthd,bnd->bthn", q, jax.lax.stop_gradient(main_kv)) * jnp.float32(config.head_dim**-0.5)
         scores = index_scores(queries, weights, index_keys, numerics)
-        total = total + attention_kl(logits, scores, keys.entries[share.ratio].visible)
-    return total
+        visible = keys.entries[share.ratio].visible & counted[:, None, None]
+        kl, queries_seen = map(total, attention_kl(logits, scores, visible))
+        loss = loss + kl / jnp.maximum(queries_seen, 1)
+    return loss

@@ -1,5 +1,6 @@
 """Training steps: one of the backbone, one of the drafter on the frozen backbone; and the router-bias rule."""
 
+import functools
 from collections.abc import Callable
 
 import flax.struct
@@ -7,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as Spec
 
-from dsv41_jax import model
+from dsv41_jax import model, sharded_step, sharding
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import Numerics
+from dsv41_jax.parallel import ROW_AXES
 from dsv41_jax.training.draft_rounds import DraftRounds
 from dsv41_jax.training.index_loss import index_loss
-from dsv41_jax.training.loss import draft_loss, token_nats, weighted_mean
+from dsv41_jax.training.loss import draft_loss, token_nats
 
 BIAS_SPEED = 0.001  # of the report, for a long run; a short one must balance sooner
 INDEX_ROWS = 2  # rows of a batch that train the indexers, which are few parameters
@@ -29,10 +33,29 @@ class TrainState:
     key: Array
 
 
-def new_state(params: dict, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """State before the first step."""
-    key = jax.random.key_data(jax.random.key(seed))
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+def new_state(params: dict, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None = None) -> TrainState:
+    """State before the first step; on a mesh, with what the optimizer keeps of a parameter where the parameter is."""
+
+    def make(params: dict) -> TrainState:
+        key = jax.random.key_data(jax.random.key(seed))
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+
+    if mesh is None:
+        return make(params)
+    return jax.jit(make, out_shardings=state_shardings(params, optimizer, mesh))(params)
+
+
+def state_shardings(params: dict, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The NamedSharding of every array of a state, from the parameters (or their shapes)."""
+    layout = sharding.layout_of(mesh)
+    own = sharding.param_specs(params, layout), sharding.optimizer_specs(optimizer, params, layout)
+    return sharding.shardings(mesh, TrainState(*own, Spec(), Spec()))
+
+
+def spread_batch(batch: dict, mesh: Mesh) -> dict:
+    """A batch on the devices of a mesh, split by rows. Every process gives the whole of it, and sends its part."""
+    where = sharding.shardings(mesh, sharded_step.ROWS)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), batch)
 
 
 def _norm(tree: dict) -> Array:
@@ -49,24 +72,64 @@ def balanced_bias(bias: Array, loads: Array, speed: float = BIAS_SPEED) -> Array
     return bias + speed * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
 
 
-def backbone_loss(config: ModelConfig, numerics: Numerics, params: dict, batch: dict) -> tuple[Array, dict]:
-    """Next-token loss plus the indexer's, and notes {nats, index, loads}."""
+def backbone_loss(
+    config: ModelConfig,
+    numerics: Numerics,
+    params: dict,
+    batch: dict,
+    first_row: Array | int = 0,
+    total: Callable[[Array], Array] = lambda x: x,
+) -> tuple[Array, dict]:
+    """Next-token loss plus the indexer's, and notes {nats, index, loads}.
+
+    Of a batch whose rows are split over devices: `first_row` is the number of this device's first one, `total` adds up
+    what the devices have.
+    """
     hidden, notes = model.forward(config, numerics, params, batch["token_ids"], batch["memory"], batch["segment_ids"])
     nats = token_nats(model.head(config, numerics, params, hidden), batch["targets"])
-    language = weighted_mean(nats, batch["weights"])
+    weights = batch["weights"]
+    language = total(jnp.sum(nats * weights)) / jnp.maximum(total(jnp.sum(weights)), 1e-9)
     inputs = {layer: y[:INDEX_ROWS] for layer, y in notes["attn_in"].items()}
-    index = index_loss(config, numerics, params, inputs, batch["segment_ids"][:INDEX_ROWS])
-    loads = expert_loads(notes["experts"], config.n_routed_experts)
+    segments = batch["segment_ids"][:INDEX_ROWS]
+    counted = first_row + jnp.arange(len(segments)) < INDEX_ROWS
+    index = index_loss(config, numerics, params, inputs, segments, counted, total)
+    loads = total(expert_loads(notes["experts"], config.n_routed_experts))
     return language + index, {"nats": language, "index": index, "loads": loads}
 
 
+def spread_loss(mesh: Mesh, config: ModelConfig, numerics: Numerics, params: dict, batch: dict) -> tuple[Array, dict]:
+    """`backbone_loss` on a mesh, its rows split over the devices that share rows.
+
+    Differentiate this, not what a device does: then the gradients of what is on several devices are added up.
+    """
+    layout = sharding.layout_of(mesh)
+    # Experts are reached by all-gather: the rounds of the all-to-all have no gradient.
+    numerics = numerics.spread(sharded_step.parallel_of(mesh, dispatch="gather"))
+
+    def local(params: dict, batch: dict) -> tuple[Array, dict]:
+        first_row = jax.lax.axis_index(ROW_AXES) * len(batch["token_ids"])
+        return backbone_loss(config, numerics, params, batch, first_row, lambda x: jax.lax.psum(x, ROW_AXES))
+
+    specs = (sharding.param_specs(params, layout), sharded_step.ROWS)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=Spec(), check_vma=False)(params, batch)
+
+
 def backbone_step(
-    config: ModelConfig, numerics: Numerics, optimizer: optax.GradientTransformation, bias_speed: float = BIAS_SPEED
+    config: ModelConfig,
+    numerics: Numerics,
+    optimizer: optax.GradientTransformation,
+    bias_speed: float = BIAS_SPEED,
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
-    """A jitted step (state, batch) -> (state, metrics); the state is donated. `mtp` is no part of the parameters."""
+    """A jitted step (state, batch) -> (state, metrics); the state is donated. `mtp` is no part of the parameters.
+
+    On a mesh the state is as `new_state` makes it and the batch as `spread_batch` does; its rows must be a multiple of
+    the devices that share rows. The numbers are those of one device, but for the order of sums.
+    """
+    loss = backbone_loss if mesh is None else functools.partial(spread_loss, mesh)
 
     def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
-        value_and_grad = jax.value_and_grad(lambda p: backbone_loss(config, numerics, p, batch), has_aux=True)
+        value_and_grad = jax.value_and_grad(lambda p: loss(config, numerics, p, batch), has_aux=True)
         (_, notes), grads = value_and_grad(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -76,7 +139,10 @@ def backbone_step(
         peaks = jnp.max(loads, axis=-1) / jnp.mean(loads, axis=-1)  # [layers], 1 when the load is even
         metrics = {**notes, "grad_norm": _norm(grads)}
         metrics |= {"load_max": jnp.max(peaks), "load_mean": jnp.mean(peaks)}
-        return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
+        state = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
+        if mesh is not None:
+            state = jax.lax.with_sharding_constraint(state, state_shardings(params, optimizer, mesh))
+        return state, metrics
 
     return jax.jit(step, donate_argnums=0)
 

@@ -1,0 +1,88 @@
+"""Two processes, and four, compute what one does: text, and a training step."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv41_jax as ds
+from dsv41_jax.checkpoint.names import flatten
+from dsv41_jax.training.step import backbone_step, new_state
+from processes import ROOT, Run, free_coordinator, start
+from spread_training import CONFIG, NUMERICS, OPTIMIZER, make_params, numbers, windows
+
+PROMPT = "The harbour"
+
+
+def text_of(tmp_path: Path, processes: int, devices: int, *flags: str) -> None:
+    """launch/generate.py in several processes prints, once, the text of one."""
+    where = free_coordinator()
+    common = ["--numerics=float32", "--temperature=0", "--max_new_tokens=6", f"--prompt={PROMPT}", *flags]
+    command = [str(ROOT / "launch/generate.py"), f"--coordinator={where}", f"--processes={processes}"]
+    commands = [[*command, f"--process={i}", *common] for i in range(processes)]
+    with Run(commands, tmp_path, devices) as run:
+        ended = run.all_well(240)
+    expected = ds.load("demo", numerics="float32").generate(PROMPT, max_new_tokens=6, temperature=0)
+    printed = [re.sub(r"\[Gloo\].*\n", "", each.out) for each in ended]
+    assert printed == [PROMPT + expected + "\n", *[""] * (processes - 1)]
+    assert f"on {processes * devices} x cpu" in ended[0].err
+    assert "loading demo" not in ended[1].err
+
+
+def test_two_processes_write_the_text_of_one(tmp_path):
+    """The tensor group lies across the processes; each owns half of the rows of the Engram tables."""
+    text_of(tmp_path, 2, 1, "--mesh=1x1x2", "--engram=mmap")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--mesh=2x2x2", "--engram=device"], ["--mesh=2x2x2", "--engram=host"]])
+def test_four_processes_write_the_text_of_one(tmp_path, flags):
+    text_of(tmp_path, 4, 2, *flags)
+
+
+SCRIPT = """
+import sys
+from dsv41_jax import compile_cache, distributed, sharding
+compile_cache.enable()
+from spread_training import train
+with distributed.initialize(*sys.argv[1:2], *map(int, sys.argv[2:4])) as here:
+    train(sharding.Layout.parse(sys.argv[4]).mesh(), sys.argv[5] if here.index == 0 else None)
+"""
+
+
+def trained_like_one(tmp_path: Path, processes: int, devices: int, mesh: str) -> None:
+    """Two training steps: the losses and the norms of the gradients, and the parameters after them."""
+    result = tmp_path / "result.npz"
+    with start(SCRIPT, processes, tmp_path, devices, [mesh, str(result)]) as run:
+        run.all_well(240)
+    found = dict(np.load(result))
+    metrics = json.loads(str(found.pop("metrics")))
+
+    state = new_state(jax.tree.map(jnp.asarray, make_params()), OPTIMIZER, 0)
+    step, expected = backbone_step(CONFIG, NUMERICS, OPTIMIZER), []
+    for i in range(2):
+        state, own = step(state, windows(i).arrays())
+        expected.append(numbers(own))
+    for got, want in zip(metrics, expected, strict=True):
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert got[name] == pytest.approx(value, rel=1e-4), name
+    assert len(found) == len(list(flatten(state.params)))
+    for path, value in flatten(state.params):
+        np.testing.assert_allclose(found[".".join(path)], value, atol=2e-5, rtol=0, err_msg=".".join(path))
+
+
+def test_two_processes_train_like_one(tmp_path):
+    trained_like_one(tmp_path, 2, 2, "2x1x2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["4x1x1", "1x2x2"])
+def test_four_processes_train_like_one(tmp_path, mesh):
+    trained_like_one(tmp_path, 4, 1, mesh)
