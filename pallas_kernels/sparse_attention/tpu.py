@@ -197,8 +197,11 @@ def _few(
         return pl.BlockSpec((1, 1, *x.shape[2:]), lambda b, t, layer: (layer[0], b, 0, 0))
 
     blocks = jnp.asarray(_window_blocks(dim))
-    arguments = [q, window.codes, window.scales, blocks, seen, sink]
-    specs = [each(q), of_layer(window.codes), of_layer(window.scales), whole(blocks), each(seen), whole(sink)]
+    codes, scales = window.codes, window.scales
+    if not interpret:  # or the compiler copies the rings of all layers into VMEM, where they fit
+        codes, scales = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (codes, scales))
+    arguments = [q, codes, scales, blocks, seen, sink]
+    specs = [each(q), of_layer(codes), of_layer(scales), whole(blocks), each(seen), whole(sink)]
     scratch = [pltpu.VMEM((kept, full), jnp.bfloat16)]
     if entries is not None:
         words, place = _gather(entries, dim)
