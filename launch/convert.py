@@ -4,13 +4,14 @@ python launch/convert.py DeepSeek-V4.1-Flash flash-orbax --to=orbax
 python launch/convert.py deepseek-ai/DeepSeek-V4.1-Flash flash-orbax --to=orbax --revision=main --verify
 python launch/convert.py flash-orbax flash-again --to=released
 
-No accelerator. Tensors pass through in pieces of up to 32 MB: memory stays below 1 GB whatever the model's size. DST
+No accelerator. Tensors pass through in pieces of up to 8 MB: memory stays below 1 GB whatever the model's size. DST
 appears under its name only when complete. Until then what is done is in .DST.partial beside it: after a kill, run the
 same command again and it goes on.
 
-Several processes, on one machine or on several that see the same DST, share the work: start each with its --process
-and the same --processes (or all with --distributed, where jax.distributed knows them). Process 0 waits for the others
-and completes DST; if one stays away it says which, and after that one was run, --finish completes DST.
+Several processes, on one machine or on several that see the same DST, share the work: run the same command in each,
+where --process and --processes say which one it is; under Slurm, on TPU slices and with JAX_NUM_PROCESSES these are
+found. Process 0 waits for the others and completes DST; if one stays away it says which one that is. Run that one, and
+process 0 again, or --finish.
 """
 
 from __future__ import annotations
@@ -31,13 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--shard_bytes", type=int, default=5_000_000_000, help="limit of one safetensors file (default: 5 GB)"
     )
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="which process this is (default: 0)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="how many share the work (default: 1)")
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="take I and N from jax.distributed, which knows them under Slurm, Open MPI, on GKE and on TPU VMs",
-    )
+    parser.add_argument("--process", type=int, metavar="I", help="which process this is, from 0 (default: found, or 0)")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many share the work (default: found, or 1)")
     parser.add_argument(
         "--wait",
         type=float,
@@ -50,14 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.shard_bytes < 1:
         parser.error(f"--shard_bytes={flags.shard_bytes}: at least 1 is needed")
-    if not 0 <= flags.process < flags.processes:
+    if flags.process is not None and flags.processes is None:
+        parser.error(f"--process={flags.process}: --processes is needed too")
+    if flags.processes is not None and not 0 <= (flags.process or 0) < flags.processes:
         parser.error(f"--process={flags.process} --processes={flags.processes}: processes count from 0 to N - 1")
-    if flags.distributed and (flags.process, flags.processes) != (0, 1):
-        parser.error("--distributed says which process this is; leave out --process and --processes")
-    if flags.force and (flags.distributed or flags.processes > 1):
-        parser.error("--force is for a single process; with several, move the old DST away first")
-    if flags.finish and (flags.distributed or flags.process):
-        parser.error("--finish is for process 0 alone, with the --processes of the others")
+    if flags.processes is not None and flags.processes > 1 and flags.process is None and not flags.finish:
+        parser.error(f"--processes={flags.processes}: --process is needed too")
     if not flags.wait > 0:
         parser.error(f"--wait={flags.wait:g}: must be positive")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
@@ -66,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     from dsv41_jax.checkpoint.convert import convert
 
     try:
-        index, count = _distributed() if flags.distributed else (flags.process, flags.processes)
+        index, count = _processes(flags.process, flags.processes)
         convert(
             flags.source,
             flags.target,
@@ -87,17 +81,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _distributed() -> tuple[int, int]:
-    """(number of this process, how many there are). All have to be there; after that they need not be any more."""
-    import jax
+def _processes(process: int | None, processes: int | None) -> tuple[int, int]:
+    """(number of this process, how many there are), as given or as the environment says."""
+    if processes is not None:
+        return process or 0, processes
+    from dsv41_jax.cluster import find_cluster
 
-    try:
-        jax.distributed.initialize()
-        found = jax.process_index(), jax.process_count()
-        jax.distributed.shutdown()
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"jax.distributed: {error}") from error
-    return found
+    cluster = find_cluster()
+    return (0, 1) if cluster is None else (cluster.process, cluster.processes)
 
 
 if __name__ == "__main__":

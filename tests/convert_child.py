@@ -7,15 +7,17 @@ The processes are forked from one that has imported everything, because importin
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     ["launch.convert", "dsv41_jax.load", "dsv41_jax.checkpoint.convert", "dsv41_jax.checkpoint.orbax"]
 )
 _EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.truncate"}
@@ -23,11 +25,12 @@ _EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run: exit code (-9: killed), what it printed, how many steps it took."""
+    """What came of a run: exit code (-9: killed), what it printed; if it ended, its steps and the memory it took."""
 
     code: int
     shown: str
-    steps: int
+    steps: int = 0
+    memory: int = 0
 
 
 class Child:
@@ -46,7 +49,7 @@ class Child:
         Child.count += 1
         self._log = folder.parent / f"{folder.name}-run-{Child.count}"
         arguments = ([str(a) for a in argv], str(folder), kill_at, commit, environment or {}, str(self._log))
-        self.process = _CONTEXT.Process(target=_main, args=arguments)
+        self.process = CONTEXT.Process(target=_main, args=arguments)
         self.process.start()
 
     def result(self, timeout: float = 120) -> Run:
@@ -55,13 +58,19 @@ class Child:
         if self.process.exitcode is None:
             self.process.kill()
             raise TimeoutError(f"{self._log.read_text()}\nthe run did not end in {timeout} s")
-        steps = Path(f"{self._log}.steps")
-        return Run(self.process.exitcode, self._log.read_text(), int(steps.read_text()) if steps.exists() else 0)
+        figures = Path(f"{self._log}.figures")
+        found = json.loads(figures.read_text()) if figures.exists() else {}
+        return Run(self.process.exitcode, self._log.read_text(), **found)
 
 
 def run(argv, folder: Path, **options) -> Run:
     """Run to the end, or to the kill."""
     return Child(argv, folder, **options).result()
+
+
+def peak_memory() -> int:
+    """Bytes of memory that this process has had resident at most."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
 def _main(argv: list[str], folder: str, kill_at: int | None, commit: bool, environment: dict, log: str) -> None:
@@ -75,13 +84,17 @@ def _main(argv: list[str], folder: str, kill_at: int | None, commit: bool, envir
             if steps == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    from tqdm import tqdm
+
     from dsv41_jax.checkpoint import transfer
     from launch.convert import main
 
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a kill leaves behind
     if commit:
         transfer.COMMIT_SECONDS = 0
+    before = peak_memory()
     with open(log, "w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         sys.addaudithook(count)
         code = main(argv)
-    Path(f"{log}.steps").write_text(str(steps))
-    os._exit(code)
+    Path(f"{log}.figures").write_text(json.dumps({"steps": steps, "memory": peak_memory() - before}))
+    sys.exit(code)

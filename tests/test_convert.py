@@ -75,7 +75,7 @@ def test_the_checksums_are_those_of_the_tensors(released, orbax):
 
 
 def test_large_tensors_pass_in_pieces(released, small_pieces, tmp_path, capsys):
-    """With the same result. Pieces of 16 KiB, chunks of 4 KiB: many tensors have several of both."""
+    """With the same result."""
     assert main([str(released), str(tmp_path / "orbax"), "--to=orbax", "--verify"]) == 0
     assert len(list((tmp_path / "orbax/params/layers.attn.wq_b.weight").iterdir())) > 20
     assert main([str(tmp_path / "orbax"), str(tmp_path / "back"), "--to=released", "--verify"]) == 0
@@ -87,8 +87,7 @@ def test_large_tensors_pass_in_pieces(released, small_pieces, tmp_path, capsys):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(conversion.cut, "PIECE_BYTES", 16384)
-    monkeypatch.setattr(conversion.cut, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(conversion.cut, "PIECE_BYTES", 4096)
 
 
 def refused(capsys, *words):
@@ -122,6 +121,9 @@ def test_what_is_refused_before_anything_is_written(released, orbax, tmp_path, c
     assert {p.name for p in tmp_path.iterdir()} == {"taken", "empty"}
     with pytest.raises(ValueError, match="to='zip' is unknown"):
         convert(released, tmp_path / "new", "zip")
+    several = ["--processes=2", "--process=1"]
+    refused(capsys, "for a single process")(released, tmp_path / "new", "--to=orbax", "--force", *several)
+    refused(capsys, "finish is for process 0")(released, tmp_path / "new", "--to=orbax", "--finish", *several)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +132,9 @@ def test_what_is_refused_before_anything_is_written(released, orbax, tmp_path, c
         (["--to=zip"], "invalid choice"),
         (["--to=orbax", "--shard_bytes=0"], "at least 1"),
         (["--to=orbax", "--process=2", "--processes=2"], "count from 0"),
-        (["--to=orbax", "--process=-1"], "count from 0"),
-        (["--to=orbax", "--processes=2", "--force"], "single process"),
-        (["--to=orbax", "--distributed", "--processes=2"], "leave out"),
-        (["--to=orbax", "--finish", "--process=1", "--processes=2"], "for process 0"),
+        (["--to=orbax", "--process=-1", "--processes=2"], "count from 0"),
+        (["--to=orbax", "--process=1"], "--processes is needed"),
+        (["--to=orbax", "--processes=2"], "--process is needed"),
         (["--to=orbax", "--wait=0"], "positive"),
         (["--to=orbax", "--wait=nan"], "positive"),
     ],

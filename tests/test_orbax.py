@@ -109,11 +109,11 @@ def test_plain_orbax_restores_it(folder, source):
 
 def test_only_the_chunks_of_the_rows_asked_for_are_read(source, tmp_path, monkeypatch):
     """The other chunks are not even there."""
-    monkeypatch.setattr(pieces, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 2000)
     save_orbax(load_params(source, RELEASED), source.config, tmp_path / "model")
     opened = OrbaxFolder.open(tmp_path / "model")
     name = "layers.2.attn.wq_b.weight"
-    value, rows = source.read(name), pieces.chunk_rows(source_spec := opened.entries[name])
+    value, rows = source.read(name), pieces.piece_rows(source_spec := opened.entries[name])
     assert rows * value[0].nbytes <= 2000 < 2 * rows * value[0].nbytes and source_spec.shape[0] > 4 * rows
     for chunk in (tmp_path / "model/params/layers.attn.wq_b.weight").glob("[0-9]*"):
         if chunk.name not in ("2.1.0", "2.2.0"):

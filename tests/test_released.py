@@ -192,10 +192,12 @@ def test_destination_refuses_gaps_and_knows_its_shards():
         """What another host's sharding looks like: only some rows are here."""
 
         def addressable_devices_indices_map(self, shape):
-            return {jax.devices()[0]: (slice(0, 4), slice(None))}
+            return {jax.devices()[0]: (slice(0, 40), slice(None))}
 
-    where = Destination({("a",): ((8, 3), np.dtype(np.float32))}, lambda path: FirstHalf())
-    assert where.wants(("a",), (), (3, 5)) and not where.wants(("a",), (), (4, 8))
+    where = Destination({("a",): ((80, 3), np.dtype(np.float32))}, lambda path: FirstHalf())
+    for rows, wanted in (((0, 80), (0, 64)), ((32, 50), (32, 50)), ((39, 41), (39, 41)), ((0, 32), (0, 32))):
+        assert where.wanted(("a",), (), rows) == wanted  # whole blocks of 32 rows, which share scales
+    assert where.wanted(("a",), (), (40, 80)) == (40, 40)
 
 
 SHARDED = """

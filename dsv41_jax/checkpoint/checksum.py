@@ -7,6 +7,7 @@ and, unlike those, the checksum of a tensor follows from the checksums of its pi
 """
 
 import functools
+import itertools
 import json
 import os
 import zlib
@@ -17,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from dsv41_jax.checkpoint.manifest import TensorSpec
-from dsv41_jax.checkpoint.pieces import pieces
+from dsv41_jax.checkpoint.pieces import Piece, pieces
 from dsv41_jax.checkpoint.safetensors_file import CheckpointError, unique_keys
 from dsv41_jax.checkpoint.tensor_source import TensorSource
+from dsv41_jax.checkpoint.workers import each
 
 CHECKSUM_FILE = "checksums.json"
 _ALGORITHM = "crc32"
@@ -103,15 +105,6 @@ def read_checksums(folder: Path) -> Checksums | None:
         raise CheckpointError(f"{path}: damaged ({error}); convert the model again, or remove the file") from error
 
 
-def tensor_checksum(source: TensorSource, spec: TensorSpec, progress: Callable[[int], None]) -> int:
-    """CRC-32 of one tensor, read in pieces; `progress` is called with the bytes of each."""
-    value = 0
-    for piece in pieces(spec):
-        value = crc32(source.rows(piece.name, piece.start, piece.stop), value)
-        progress(piece.nbytes)
-    return value
-
-
 def differences(
     source: TensorSource,
     specs: dict[str, TensorSpec],
@@ -119,19 +112,33 @@ def differences(
     names: Sequence[str],
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[str, str]]:
-    """(tensor, what is wrong) for each of `names` whose bytes in `source` do not have their checksum."""
-    for name in source.reading_order(names):
-        if name not in checksums.tensors:
-            yield name, f"{name}: {CHECKSUM_FILE} does not name it"
-            continue
+    """(tensor, what is wrong) for each of `names` whose bytes in `source` do not have their checksum.
+
+    Tensors are read in pieces; `progress` is called with the bytes of each.
+    """
+
+    def read(piece: Piece) -> int | Exception:
         try:
-            found = tensor_checksum(source, specs[name], progress)
+            return crc32(source.rows(piece.name, piece.start, piece.stop))
         except (OSError, ValueError) as error:
-            yield name, f"{name} in {source.where(name)}: cannot be read: {error}"
-            continue
-        if found != checksums.tensors[name]:
+            return error
+
+    queue = (piece for name in source.reading_order(names) for piece in pieces(specs[name]))
+    for name, results in itertools.groupby(each(read, queue), lambda result: result[0].name):
+        checksum, errors = 0, []
+        for piece, found in results:
+            progress(piece.nbytes)
+            if isinstance(found, Exception):
+                errors.append(found)
+            else:
+                checksum = joined(checksum, found, piece.nbytes)
+        if errors:
+            yield name, f"{name} in {source.where(name)}: cannot be read: {errors[0]}"
+        elif name not in checksums.tensors:
+            yield name, f"{name}: {CHECKSUM_FILE} does not name it"
+        elif checksum != checksums.tensors[name]:
             yield (
                 name,
-                f"{name} in {source.where(name)}: its bytes have the checksum {found:08x}, "
+                f"{name} in {source.where(name)}: its bytes have the checksum {checksum:08x}, "
                 f"but {checksums.tensors[name]:08x} was recorded when they were written",
             )

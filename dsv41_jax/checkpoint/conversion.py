@@ -27,7 +27,8 @@ from dsv41_jax.checkpoint.safetensors_file import CheckpointError
 from dsv41_jax.checkpoint.save_released import copy_text_files, plan_files
 from dsv41_jax.checkpoint.source_identity import identity, stamp
 from dsv41_jax.checkpoint.tensor_source import TensorSource
-from dsv41_jax.checkpoint.transfer import each, transfer
+from dsv41_jax.checkpoint.transfer import TensorWriter, transfer
+from dsv41_jax.checkpoint.workers import each
 
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.5
@@ -80,7 +81,7 @@ class Conversion:
         self._pieces = [piece for name in order for piece in cut.pieces(specs[name])]
         self._shares = share(self._pieces, processes.count)
         self.partial = PartialFolder(target, processes.index)
-        self._plan = {"to": to, "chunk_bytes": cut.CHUNK_BYTES, "piece_bytes": cut.PIECE_BYTES}
+        self._plan = {"to": to, "piece_bytes": cut.PIECE_BYTES}
         if to == "released":
             self._plan["shard_bytes"] = shard_bytes
         self._plan["source"] = identity(source)
@@ -158,12 +159,12 @@ class Conversion:
         else:
             self._write(f"process {self._processes.index}: its share is done; process 0 completes the folder")
 
-    def _writer(self) -> OrbaxWriter | ReleasedWriter:
+    def _writer(self) -> TensorWriter:
         if self._to == "orbax":
             return OrbaxWriter(self.partial.path, self._names)
         return ReleasedWriter(self.partial.path, self._names, self._shard_bytes)
 
-    def _convert_share(self, writer: OrbaxWriter | ReleasedWriter) -> None:
+    def _convert_share(self, writer: TensorWriter) -> None:
         mine, done = self._shares[self._processes.index], self.partial.done(self._pieces)
         there = [piece for piece in mine if piece in done]
         if there:
@@ -221,13 +222,12 @@ class Conversion:
         since = f"; no process has shown progress for {patience:g} seconds" if patience else ""
         return f"{self.partial.path}: {what}{since}. What is done is kept: start those processes, and process 0, again"
 
-    def _complete(self, writer: OrbaxWriter | ReleasedWriter, done: dict[Piece, Done], verify: bool) -> None:
+    def _complete(self, writer: TensorWriter, done: dict[Piece, Done], verify: bool) -> None:
         self.check_partial()
         tensors: dict[str, int] = {}
         for piece in self._pieces:
             checksum = done[piece][0]
-            before = tensors.get(piece.name)
-            tensors[piece.name] = checksum if before is None else joined(before, checksum, piece.nbytes)
+            tensors[piece.name] = joined(tensors.get(piece.name, 0), checksum, piece.nbytes)
         recorded = read_checksums(self._source.path)
         if recorded is not None:
             bad = [name for name, value in tensors.items() if recorded.tensors.get(name) != value]

@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Sharding
 
 from dsv41_jax.checkpoint.names import LeafPath
+from dsv41_jax.quant import BLOCK
 
 SMALL_LEAF_BYTES = 1 << 20
 _IN_FLIGHT_BYTES = 64 << 20  # host blocks that may wait for their transfer, since dispatch is asynchronous
@@ -128,11 +129,18 @@ class Destination:
     def _box(index: tuple[int, ...], rows: tuple[int, int], tail: tuple[int, ...]) -> Box:
         return (*((i, i + 1) for i in index), rows, *((0, n) for n in tail))
 
-    def wants(self, path: LeafPath, index: tuple[int, ...], rows: tuple[int, int]) -> bool:
-        """Whether some shard of this process overlaps these rows of the tensor at `index`."""
-        buffer = self._buffers[path]
-        box = self._box(index, rows, self._shapes[path][len(index) + 1 :])
-        return any(_overlap(piece.box, box) for piece in buffer.pieces)
+    def wanted(self, path: LeafPath, index: tuple[int, ...], rows: tuple[int, int]) -> tuple[int, int]:
+        """Those of the rows [start, stop) of the tensor at `index` that shards of this process hold: first, last + 1.
+
+        They are equal if it holds none. The edges are multiples of a scale's rows, or those of `rows`.
+        """
+        buffer, axis = self._buffers[path], len(index)
+        box = self._box(index, rows, self._shapes[path][axis + 1 :])
+        held = [both[axis] for piece in buffer.pieces if (both := _overlap(piece.box, box))]
+        if not held:
+            return rows[0], rows[0]
+        first, last = min(start for start, _ in held), max(stop for _, stop in held)
+        return max(rows[0], first // BLOCK * BLOCK), min(rows[1], -(-last // BLOCK) * BLOCK)
 
     def skip(self, path: LeafPath, index: tuple[int, ...], rows: tuple[int, int]) -> None:
         """Count rows as dealt with that belong to other processes only."""

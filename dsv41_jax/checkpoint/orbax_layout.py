@@ -1,10 +1,10 @@
 """How the parameter pytree lies in an Orbax checkpoint whose tensors can be written, and read, alone.
 
 A leaf is a zarr array in a folder of its own, named by the leaf's dotted path. Its stacked axes (layer, expert) are cut
-into chunks of one, and a tensor's rows into chunks of at most `pieces.CHUNK_BYTES`; a chunk is a file. So no file is
-shared by two tensors: any process writes any tensor at any time, a killed one leaves whole chunks behind (TensorStore
-gives a chunk its name when it is complete), and a reader opens exactly the chunks it wants rows of. Chunks are not
-compressed: FP8 and FP4 codes hardly shrink, and so the size is known beforehand and a chunk of another size is damaged.
+into chunks of one, and the rows of a tensor into its `pieces`; a chunk is a file. So no file is shared by two tensors:
+any process writes any tensor at any time, a killed one leaves whole chunks behind (TensorStore gives a chunk its name
+when it is complete), and a reader opens exactly the chunks it wants rows of. Chunks are not compressed: FP8 and FP4
+codes hardly shrink, and so the size is known beforehand and a chunk of another size is damaged.
 
 Orbax calls this form "zarr without OCDBT" and restores it like any other; `_METADATA` names the leaves. Arrays in
 Orbax's other forms (OCDBT, zarr 3) can be read too.
@@ -21,13 +21,13 @@ import tensorstore as ts
 
 from dsv41_jax.checkpoint.manifest import TensorSpec
 from dsv41_jax.checkpoint.names import LeafPath, NameMap
-from dsv41_jax.checkpoint.pieces import chunk_rows
+from dsv41_jax.checkpoint.pieces import piece_rows
 from dsv41_jax.checkpoint.released import is_table
 from dsv41_jax.checkpoint.storage import Storage, param_leaves
 
 _DICT_KEY = 2  # Orbax's number for a key of a dict
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-_CACHE_BYTES = 64 << 20  # chunks of which only some rows were wanted so far, and the nodes of an OCDBT tree
+_CACHE_BYTES = 16 << 20  # chunks of which only some rows were wanted so far, and the nodes of an OCDBT tree
 
 Form = tuple[tuple[int, ...], np.dtype]  # shape and dtype
 
@@ -40,7 +40,7 @@ def stored_leaves(names: NameMap) -> dict[LeafPath, Form]:
 def chunk_shape(names: NameMap, path: LeafPath) -> tuple[int, ...]:
     """Shape of a leaf's chunks."""
     leaf = names.leaves[path]
-    rows = chunk_rows(TensorSpec(".".join(path), leaf.kind, leaf.shape))
+    rows = piece_rows(TensorSpec(".".join(path), leaf.kind, leaf.shape))
     return (*(1 for _ in leaf.stack), rows, *leaf.shape[1:])
 
 

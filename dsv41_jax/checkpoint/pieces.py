@@ -1,7 +1,7 @@
 """Released tensors cut into pieces: what a conversion reads, writes and keeps account of at a time.
 
-A piece is a run of rows of one tensor, at most PIECE_BYTES of them, so no tensor need be whole in memory. Its edges are
-edges of chunks of the Orbax layout, so that every chunk belongs to one piece and is written once, by one process.
+A piece is a run of rows of one tensor, so no tensor need be whole in memory. In the Orbax layout each piece is a chunk,
+so a chunk is written once, by one process; and a process that wants some rows of a tensor reads the pieces they lie in.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from dsv41_jax.checkpoint.manifest import TensorSpec
 
-CHUNK_BYTES = 8 << 20  # of a chunk in an Orbax folder; a process that wants some rows reads the chunks they lie in
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 8 << 20  # at most; the expert matrices of the released model have 5.9 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +22,18 @@ class Piece:
     nbytes: int
 
 
-def chunk_rows(spec: TensorSpec) -> int:
-    """Rows of a tensor in one chunk: the tensor's, halved until they fit into CHUNK_BYTES (or are one)."""
+def piece_rows(spec: TensorSpec) -> int:
+    """Rows of a tensor in one piece: the tensor's, halved until they fit into PIECE_BYTES (or are one)."""
     rows, row_bytes = spec.shape[0], spec.nbytes // spec.shape[0]
     parts = 1
-    while -(-rows // parts) * row_bytes > CHUNK_BYTES and parts < rows:
+    while -(-rows // parts) * row_bytes > PIECE_BYTES and parts < rows:
         parts *= 2
     return -(-rows // parts)
 
 
 def pieces(spec: TensorSpec) -> Iterator[Piece]:
     """The pieces of a tensor, in order."""
-    row_bytes, step = spec.nbytes // spec.shape[0], chunk_rows(spec)
-    step *= max(1, PIECE_BYTES // (step * row_bytes))
+    row_bytes, step = spec.nbytes // spec.shape[0], piece_rows(spec)
     for start in range(0, spec.shape[0], step):
         stop = min(start + step, spec.shape[0])
         yield Piece(spec.name, start, stop, (stop - start) * row_bytes)

@@ -117,9 +117,11 @@ def _load_tensor(folder: TensorSource, names: NameMap, name: str, leaves: dict, 
     scale = names.scale_of(name)
     merged = scale if scale and names.places[scale].path not in leaves else None
     checked = scale if scale and spec.kind == "fp4" and dtype != np.uint8 else None
-    for start, stop in row_blocks(spec.shape):
-        if not destination.wants(place.path, place.index, (start, stop)):
-            destination.skip(place.path, place.index, (start, stop))
+    for block_start, block_stop in row_blocks(spec.shape):
+        start, stop = destination.wanted(place.path, place.index, (block_start, block_stop))
+        destination.skip(place.path, place.index, (block_start, start))
+        destination.skip(place.path, place.index, (stop, block_stop))
+        if start == stop:
             continue
         scales = None
         if merged or checked:

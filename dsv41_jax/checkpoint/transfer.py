@@ -1,23 +1,19 @@
 """Moves pieces of tensors from a source to a writer: a few at a time, in order, with account kept of what is done."""
 
-import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 
 from dsv41_jax.checkpoint.checksum import crc32
 from dsv41_jax.checkpoint.pieces import Piece, total_bytes
 from dsv41_jax.checkpoint.tensor_source import TensorSource
+from dsv41_jax.checkpoint.workers import each
 
-WORKERS = 4  # pieces in memory at a time; reading, checksums and writing all release Python's lock
 COMMIT_BYTES = 256 << 20  # moved between two entries in the journal, or
 COMMIT_SECONDS = 1.0  # this long: what a kill costs
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
 Account = Callable[[list[tuple[Piece, int]]], None]  # pieces that are on the disk, with their checksums
 
 
@@ -72,20 +68,3 @@ def transfer(
     finally:
         if finished:
             commit()
-
-
-def each(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
-    """(item, work(item)) in order, with WORKERS of them being worked on and as many more taken from `items`."""
-    queue, items = deque(), iter(items)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        try:
-            for item in itertools.islice(items, 2 * WORKERS):
-                queue.append((item, pool.submit(work, item)))
-            while queue:
-                item, future = queue.popleft()
-                yield item, future.result()
-                for following in itertools.islice(items, 1):
-                    queue.append((following, pool.submit(work, following)))
-        finally:
-            for _, future in queue:
-                future.cancel()
