@@ -55,7 +55,8 @@ PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("engram.*.wkv.*", ("column_block", None)),
     ("mtp.main_proj.*", ("column_block", None)),
     ("mtp.markov_head.head.weight", ("column", None)),
-    ("vision.blocks.*.weight", (None, "column", None)),
+    ("vision.blocks.attn.*.weight", (None, "column", None)),
+    ("vision.blocks.mlp.*.weight", (None, "column", None)),
     ("aligner.*.weight", ("column", None)),
 )
 
