@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -18,7 +17,7 @@ from dsv41_jax.arguments import (
     check_segments,
 )
 from dsv41_jax.cache import Cache
-from dsv41_jax.checkpoint.names import by_released_name
+from dsv41_jax.checkpoint.names import by_released_name, name_map
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import segment_starts
 from dsv41_jax.engram_prefetch import EngramStats
@@ -201,7 +200,8 @@ class Model:
         Raises:
             ValueError: bad ids or segments, fewer than two tokens, or more than max_position_embeddings.
         """
-        return next_token_loss.loss(*self._loss_arguments(token_ids, segment_ids), **self._static())
+        value = next_token_loss.loss(*self._loss_arguments(token_ids, segment_ids), **self._static())
+        return self._runner.local(value)
 
     def loss_and_grads(
         self, token_ids: np.ndarray, segment_ids: np.ndarray | None = None
@@ -216,7 +216,10 @@ class Model:
         if self._runner.tables:
             raise ValueError('gradients need engram="device": tables in host memory or in the file are not parameters')
         value, grads = next_token_loss.loss_and_grads(*self._loss_arguments(token_ids, segment_ids), **self._static())
-        return value, by_released_name(grads, self.config)
+        grads = by_released_name(grads, self.config)
+        rows = {name: spec.shape[0] for name, spec in name_map(self.config).specs.items()}
+        grads = {name: grad[: rows[name]] if grad.shape[0] > rows[name] else grad for name, grad in grads.items()}
+        return self._runner.local(value), grads  # without the padding of a mesh
 
     generate = text_calls.generate
     stream = text_calls.stream
@@ -231,7 +234,7 @@ class Model:
         return self.tokenizer
 
     def _static(self) -> dict[str, Any]:
-        return {"config": self.config, "numerics": self._runner.numerics}
+        return {"config": self.config, "numerics": self._runner.numerics, "mesh": self._runner.mesh}
 
     def _loss_arguments(self, token_ids: np.ndarray, segment_ids: np.ndarray | None) -> tuple:
         ids = check_ids(self.config, token_ids, 2)
@@ -247,5 +250,10 @@ class Model:
         memory = {}
         if self._runner.hasher is not None:
             memory = self._runner.engram_input(self._runner.hasher(ids, starts=starts)[0])
-        segments = None if segment_ids is None else jnp.asarray(segment_ids)
-        return self.params, jnp.asarray(ids), memory, segments
+        runner, rows = self._runner, self._runner.padded_rows(len(ids))
+        if rows > len(ids):  # rows that fill up: every token a sample of its own, which has nothing to predict
+            segment_ids = np.zeros(ids.shape, np.int32) if segment_ids is None else segment_ids
+            filling = np.broadcast_to(np.arange(ids.shape[1]), (rows - len(ids), ids.shape[1]))
+            segment_ids = np.concatenate([segment_ids, filling])
+        segments = None if segment_ids is None else runner.put(np.asarray(segment_ids, np.int32), rows)
+        return self.params, runner.put(ids, rows), memory, segments

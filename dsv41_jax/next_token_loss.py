@@ -5,11 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
-from dsv41_jax import model
+from dsv41_jax import model, sharded_step, sharding
 from dsv41_jax.blocks import Params
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import Numerics
+from dsv41_jax.parallel import ROW_AXES
 from dsv41_jax.runner import counted
 
 
@@ -34,14 +36,31 @@ def mean_loss(
     segment_ids: Array | None,
     config: ModelConfig,
     numerics: Numerics,
+    mesh: Mesh | None = None,
 ) -> Array:
-    """Mean next-token cross-entropy in nats."""
+    """Mean next-token cross-entropy in nats. On a mesh, rows are split over the devices that share rows."""
+    if mesh is None:
+        total, count = _sums(config, numerics, params, token_ids, memory, segment_ids)
+        return total / count
+    # Experts are reached by all-gather: the rounds of the all-to-all have no gradient.
+    spread = numerics.spread(sharded_step.parallel_of(mesh, dispatch="gather"))
+
+    def local(params: Params, token_ids: Array, memory: dict[str, Array], segment_ids: Array | None) -> Array:
+        memory = sharded_step.whole_rows(config, spread, memory)
+        total, count = _sums(config, spread, params, token_ids, memory, segment_ids)
+        return jax.lax.psum(total, ROW_AXES) / jax.lax.psum(count, ROW_AXES)
+
+    layout, rows = sharding.layout_of(mesh), sharded_step.ROWS
+    specs = (sharding.param_specs(params, layout), rows, sharded_step.memory_specs(memory, rows), rows)
+    step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    return step(params, token_ids, memory, segment_ids)
+
+
+def _sums(config, numerics, params, token_ids, memory, segment_ids) -> tuple[Array, Array]:
     hidden, _ = model.forward(config, numerics, params, token_ids, memory, segment_ids)
-    total, count = next_token_loss(model.head(config, numerics, params, hidden), token_ids, segment_ids)
-    return total / count
+    return next_token_loss(model.head(config, numerics, params, hidden), token_ids, segment_ids)
 
 
-loss = functools.partial(jax.jit, static_argnames=("config", "numerics"))(counted(mean_loss))
-loss_and_grads = functools.partial(jax.jit, static_argnames=("config", "numerics"))(
-    counted(jax.value_and_grad(mean_loss))
-)
+_STATIC = ("config", "numerics", "mesh")
+loss = functools.partial(jax.jit, static_argnames=_STATIC)(counted(mean_loss))
+loss_and_grads = functools.partial(jax.jit, static_argnames=_STATIC)(counted(jax.value_and_grad(mean_loss)))

@@ -289,17 +289,24 @@ class Runner:
         others. `arrays`: the cache of the step, whose rows it is made for; None without a cache.
         """
         memory = {}
-        batch = 0 if rows is None else rows.shape[1] if arrays is None else len(arrays.encoder_floor)
+        batch = 0 if rows is None else self.padded_rows(rows.shape[1]) if arrays is None else len(arrays.encoder_floor)
+        block = 1 if arrays is None else rows.shape[2] if rows is not None else 0  # without a cache it is not split
         for i, layer in enumerate(() if rows is None else self.hasher.layer_ids):
             value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i].astype(np.int32)
-            place = self._put_part if isinstance(self.tables.get(layer), EngramShare) else self.put
-            memory[f"l{layer}"] = place(value, batch)
+            if isinstance(self.tables.get(layer), EngramShare):
+                memory[f"l{layer}"] = self._put_part(value, batch, block)
+            else:
+                memory[f"l{layer}"] = self.put(value, batch)
         return memory
 
-    def _put_part(self, part: np.ndarray, rows: int) -> Array:
+    def padded_rows(self, rows: int) -> int:
+        """Rows of a batch with those that fill it up on a mesh."""
+        return rows if self.mesh is None else sharding.padded_rows(rows, sharding.layout_of(self.mesh))
+
+    def _put_part(self, part: np.ndarray, rows: int, block: int) -> Array:
         """This process's part of Engram rows on the mesh, see `engram_share`; zeros up to `rows` rows."""
         padded = np.pad(part, [(0, rows - len(part))] + [(0, 0)] * (part.ndim - 1))
-        parallel = sharded_step.parallel_of(self.mesh, part.shape[1], sharded_step.local_rows(self.mesh, rows))
+        parallel = sharded_step.parallel_of(self.mesh, block, sharded_step.local_rows(self.mesh, rows))
         return self._send(arranged(padded, parallel))
 
     def announce_engram(self, rows: np.ndarray) -> None:

@@ -55,6 +55,20 @@ def is_part(memory: Array) -> bool:
     return memory.dtype == jnp.uint32
 
 
+def memory_specs(memory: dict[str, Array], tokens: Spec) -> dict[str, Spec]:
+    """Specs of a step's Engram input, whose token arrays have the spec `tokens`."""
+    return {name: Spec(AXES) if is_part(value) else tokens for name, value in memory.items()}
+
+
+def whole_rows(config: ModelConfig, numerics: Numerics, memory: dict[str, Array]) -> dict[str, Array]:
+    """A device's Engram input, with parts summed to the rows of its tokens."""
+    form = engram_share.released_form(config)
+    return {
+        name: engram_share.summed_rows(numerics.parallel, value, form, numerics.dtype) if is_part(value) else value
+        for name, value in memory.items()
+    }
+
+
 def extend(
     mesh: Mesh,
     config: ModelConfig,
@@ -79,14 +93,8 @@ def extend(
     numerics = numerics.spread(parallel_of(mesh, block, local_rows(mesh, rows), dispatch))
     tokens = _token_spec(numerics.parallel)
 
-    form = engram_share.released_form(config)
-    memory_specs = {name: Spec(AXES) if is_part(value) else tokens for name, value in memory.items()}
-
     def local(params, arrays, token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor):
-        memory = {
-            name: engram_share.summed_rows(numerics.parallel, value, form, numerics.dtype) if is_part(value) else value
-            for name, value in memory.items()
-        }
+        memory = whole_rows(config, numerics, memory)
         return model.extend(
             config,
             numerics,
@@ -104,7 +112,7 @@ def extend(
         )
 
     cache = sharding.cache_specs(arrays, layout)
-    inputs = (tokens, ROWS, ROWS, memory_specs, tokens, tokens, ROWS)
+    inputs = (tokens, ROWS, ROWS, memory_specs(memory, tokens), tokens, tokens, ROWS)
     logits = None if layers == "encoder" else tokens if all_logits else ROWS
     step = jax.shard_map(
         local,

@@ -62,6 +62,21 @@ def same_logits(numerics: str, mode: str, *meshes: str) -> None:
             np.testing.assert_allclose(value, wanted[name], atol=1e-5, rtol=0, err_msg=f"{mesh}: {name}")
 
 
+def loss_and_gradients(mesh: str) -> None:
+    """Three rows, filled up to four; every tensor's gradient to 1e-5 of its largest number."""
+    random = np.random.default_rng(1)
+    ids = random.integers(3, 499, (3, 40)).astype(np.int32)
+    segments = np.sort(random.integers(0, 3, ids.shape), axis=1).astype(np.int32)
+    (loss, grads), (wanted, wanted_grads) = (
+        tiny(where, "float32").loss_and_grads(ids, segments) for where in (mesh_of(mesh), None)
+    )
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    assert grads.keys() == wanted_grads.keys()
+    for name, grad in wanted_grads.items():
+        largest = float(np.abs(grad).max())
+        np.testing.assert_allclose(grads[name], grad, atol=1e-5 * largest + 1e-9, rtol=0, err_msg=name)
+
+
 def greedy_text(mesh: str, drafts: str) -> None:
     """The demo continues prompts of unequal length with the same text."""
     prompts = ["The harbour", "A storm came over the hills and", "In"]

@@ -24,3 +24,8 @@ def test_released():
 )
 def test_greedy_text_of_the_demo(mesh, drafts):
     run_case("mesh_cases", "greedy_text", mesh, drafts)
+
+
+@pytest.mark.slow
+def test_loss_and_gradients():
+    run_case("mesh_cases", "loss_and_gradients", "2x1x2")
