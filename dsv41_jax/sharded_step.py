@@ -178,7 +178,13 @@ class AbstractStep:
         return jax.jit(self.function, donate_argnums=self.donate).lower(*self.arguments)
 
 
+# Layers and tokens of a row; 0: as many as are asked for.
 PHASES = {"decode": ("all", 1), "verify": ("all", FEW_TOKENS), "prefill": ("encoder", 0), "prefill_exact": ("all", 0)}
+
+
+def engram_columns(config: ModelConfig) -> int:
+    """Rows of a table that a token reads."""
+    return (config.engram_max_ngram_size - 1) * config.engram_n_heads
 
 
 def abstract_step(
@@ -198,35 +204,44 @@ def abstract_step(
 
     Args:
         phase: "decode" (one token a row), "verify" (a block of 8 with all logits), "prefill" (the encoder on `block`
-            tokens of each row, CED) or "prefill_exact" (all layers).
+            tokens of each row, CED), "prefill_exact" (all layers), or "train" (a training step on `batch` samples of
+            `context` tokens; other arguments have no effect).
         batch: sequences; padded to a multiple of the devices that share rows. In prefill, too, each reads its block.
         context: tokens that a row of the cache holds.
-        engram: "device", or "host": rows come as an input.
+        engram: "device", or "host": rows come as an input, where the mesh spans several processes as parts that the
+            devices sum.
 
     Raises:
         ValueError: an unknown phase. ShardingError: the mesh does not suit the model.
     """
+    if phase == "train":
+        from dsv41_jax.training.planned import abstract_training_step  # training imports this module
+
+        return abstract_training_step(config, mesh, batch, context)
     if phase not in PHASES:
-        raise ValueError(f"phase={phase!r} is unknown; choose one of {', '.join(PHASES)}")
+        raise ValueError(f"phase={phase!r} is unknown; choose one of {', '.join(PHASES)}, train")
     layers, t = PHASES[phase]
     t = t or block
     layout = sharding.layout_of(mesh)
     params = sharding.abstract(config, numerics, mesh, engram=engram, expert_storage=expert_storage)
     arrays = sharding.abstract_cache(config, numerics, mesh, batch, context)
     rows = sharding.padded_rows(batch, layout)
-    tokens = _token_spec(parallel_of(mesh, t, local_rows(mesh, rows), dispatch))
+    parallel = parallel_of(mesh, t, local_rows(mesh, rows), dispatch)
+    tokens = _token_spec(parallel)
 
     def spec(shape: tuple[int, ...], dtype: Any, where: Spec = ROWS) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.shardings(mesh, where))
 
-    columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
-    memory = {}
-    for layer in config.engram_layer_ids:
-        memory[f"l{layer}"] = (
-            spec((rows, t, columns), jnp.int32, tokens)
-            if engram == "device"
-            else spec((rows, t, columns, config.engram_head_dim), numerics.dtype, tokens)
-        )
+    columns = engram_columns(config)
+    if engram == "device":
+        row_input = spec((rows, t, columns), jnp.int32, tokens)
+    elif len({device.process_index for device in mesh.devices.flat}) == 1:
+        row_input = spec((rows, t, columns, config.engram_head_dim), numerics.dtype, tokens)
+    else:
+        words = engram_share.released_form(config).words
+        of_all = (layout.devices, rows * parallel.parts, t // parallel.parts, columns, words)
+        row_input = spec(of_all, jnp.uint32, Spec(AXES))
+    memory = {f"l{layer}": row_input for layer in config.engram_layer_ids}
     inputs = {
         "token_ids": spec((rows, t), jnp.int32, tokens),
         "start": spec((rows,), jnp.int32),

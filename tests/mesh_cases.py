@@ -63,7 +63,9 @@ def same_logits(numerics: str, mode: str, *meshes: str) -> None:
 
 
 def loss_and_gradients(mesh: str) -> None:
-    """Three rows, filled up to four; every tensor's gradient to 1e-5 of its largest number."""
+    """Three rows, filled up to four. Every tensor's gradient to 1e-4 of its largest number: sums over tokens are in
+    another order, and some nearly cancel.
+    """
     random = np.random.default_rng(1)
     ids = random.integers(3, 499, (3, 40)).astype(np.int32)
     segments = np.sort(random.integers(0, 3, ids.shape), axis=1).astype(np.int32)
@@ -74,7 +76,7 @@ def loss_and_gradients(mesh: str) -> None:
     assert grads.keys() == wanted_grads.keys()
     for name, grad in wanted_grads.items():
         largest = float(np.abs(grad).max())
-        np.testing.assert_allclose(grads[name], grad, atol=1e-5 * largest + 1e-9, rtol=0, err_msg=name)
+        np.testing.assert_allclose(grads[name], grad, atol=1e-4 * largest, rtol=0, err_msg=name)
 
 
 def greedy_text(mesh: str, drafts: str) -> None:
