@@ -85,6 +85,7 @@ class Report:
             as the report's Figure 2, and the same by the arithmetic of `accounting`. kernels: launched in a step.
         moves: (operation, name, bytes, times) of large instructions that only move data.
         unknown_loops: loops whose trips the data decides, counted once.
+        vector: seconds of the vector unit's bound by kernel, where the schedule was read.
         left_out: kernels of which the bound of the vector unit has only a part: loops whose length depends on the data
             count once. Of a decode step's index kernels the rest is estimated (`static_bundles.INDEX_BUNDLES`).
         host_memory: peak bytes of the process that compiled.
@@ -103,6 +104,7 @@ class Report:
     kernels_per_reuse_layer: float | None = None
     moves: tuple[tuple[str, str, int, int], ...] = ()
     unknown_loops: int = 0
+    vector: dict[str, float] | None = None
     left_out: tuple[str, ...] = ()
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0

@@ -93,14 +93,16 @@ class PlannedStep:
             lowered = self.traced.lower()
         return lowered.compile(None if self.machine.tpu else {"xla_gpu_autotune_level": 0})
 
-    def cycles(self, program: CompiledProgram, folder: Path) -> tuple[float, tuple[str, ...]]:
-        """Bundles of a core in a step from the schedules in a folder; see `static_bundles.Schedule.cycles`."""
+    def cycles(self, program: CompiledProgram, folder: Path) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Bundles of a core in a step by kernel, from the schedules in a folder; see `static_bundles`."""
         request, config = self.request, self.config
         tokens = request.batch * request.tokens
         touched = accounting.touched_experts(config.n_routed_experts, config.num_experts_per_tok, tokens)
-        cycles, partly = static_bundles.read(folder).cycles(program, touched / self.machine.devices)
+        steps = static_bundles.static_steps(self.traced.jaxpr)
+        cycles, partly = static_bundles.read(folder).cycles(program, touched / self.machine.devices, steps)
         if request.phase == "decode":
-            cycles += static_bundles.index_cycles(config, self.machine, request.rows, request.context)
+            index = static_bundles.index_cycles(config, self.machine, request.rows, request.context)
+            cycles = cycles | {static_bundles.INDEX: index}
         return cycles, partly
 
     def memory(self, analysis: Any) -> Memory:
@@ -150,8 +152,9 @@ def report(request: Request, by_rule: bool) -> Report:
         if folder:
             say("reading the schedule")
             cycles, partly = planned.cycles(program, folder)
-            bounds = dataclasses.replace(bounds, vector=cycles / chip.clock)
-            found = dataclasses.replace(found, left_out=partly)
+            vector = {name: count / chip.clock for name, count in cycles.items()}
+            bounds = dataclasses.replace(bounds, vector=sum(vector.values()))
+            found = dataclasses.replace(found, vector=vector, left_out=partly)
         return dataclasses.replace(
             found,
             bounds=bounds,
