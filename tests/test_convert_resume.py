@@ -214,6 +214,14 @@ def test_a_source_with_new_times_and_the_same_bytes_goes_on(begun, tmp_path, cap
     assert "what is done is compared" in shown.out and "comparing: 100%" in shown.err
 
 
+def test_interrupted_from_the_keyboard(begun, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "transfer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(begun) == 130
+    assert "what is done is kept: run the same command to go on" in capsys.readouterr().err
+    assert main(begun) == 0
+
+
 def test_other_options_are_another_conversion(begun, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(conversion.cut, "PIECE_BYTES", 4096)
     assert main(begun) == 1
