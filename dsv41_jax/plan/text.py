@@ -195,7 +195,8 @@ def _row(report: Report) -> list[str]:
     step = f"{request.phase} {request.batch} x {request.tokens}, {_short(request.context)}{host}"
     row = [request.topology, step, request.mesh, "yes" if report.fits else "no"]
     if memory:
-        amounts = (memory.parts.get("params", 0), memory.parts.get("cache", 0), memory.scratch, memory.left)
+        weights = memory.parts.get("params", memory.parts.get("state", 0))
+        amounts = (weights, memory.parts.get("cache", 0), memory.scratch, memory.left)
         row += [f"{value / GB:.2f}" for value in amounts]
     else:
         row += [""] * 4

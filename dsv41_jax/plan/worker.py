@@ -70,11 +70,13 @@ class PlannedStep:
         return accounting.jaxpr_work(self.traced.jaxpr, expert_rows=chosen / self.machine.devices, while_trips=0)
 
     @property
-    def weighted(self) -> tuple[float, float]:
+    def weighted(self) -> tuple[float, float] | None:
         """FLOPs of a token, weighted: as the program has them, on all devices together, and by closed arithmetic for
-        the last tokens of the context.
+        the last tokens of the context. None for training, for which there is no such arithmetic.
         """
         request = self.request
+        if request.phase == "train":
+            return None
         counted = accounting.weighted(self.flops) * self.machine.devices / (request.batch * request.tokens)
         contexts = np.arange(request.context - request.tokens + 1, request.context + 1)
         encoder = request.phase == "prefill"
@@ -131,7 +133,7 @@ def report(request: Request, by_rule: bool) -> Report:
         begin = time.perf_counter()
         planned = PlannedStep(request)
         chip = planned.machine.chip
-        moved = traffic(planned.config, planned.numerics, planned.arguments["params"], request)
+        moved = traffic(planned.config, planned.numerics, planned.step.arguments[0], request)
         bounds = Bounds(hbm=moved.total / chip.bandwidth, matmul=matmul_seconds(planned.flops, chip), links=0.0)
         traced = time.perf_counter()
         found = Report(request, by_rule, moved, flops=planned.flops, weighted=planned.weighted)
