@@ -172,7 +172,7 @@ class CompiledProgram:
 
     def _moved(self, operation: str, instruction: Instruction, times: int) -> None:
         if instruction.on_chip:
-            return  # read ahead into the chip's own memory: one reading of HBM, as any
+            return  # between HBM and the chip's own memory: no copy, but reading ahead or writing back
         name = "copy" if operation == "copy-start" else operation
         self.moves.append(Move(name, instruction.name, instruction.result_bytes(largest=True), times))
 

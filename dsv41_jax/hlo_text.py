@@ -85,8 +85,9 @@ class Instruction:
 
     @property
     def on_chip(self) -> bool:
-        """Whether the (first) result lies in a TPU's on-chip memory."""
-        return re.search(r"S\(([1-9])\)", self.shape.split("}", 1)[0]) is not None
+        """Whether the result, or what a copy in the background copies, lies in a TPU's on-chip memory."""
+        arrays = self.shape.split("}")[: 2 if self.operation == "copy-start" else 1]
+        return any(re.search(r"S\([1-9]\)", part) for part in arrays)
 
     @property
     def shape_rank(self) -> int:

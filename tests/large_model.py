@@ -14,10 +14,10 @@ SPARSE = {"layers.9.ffn.experts.31.w1.weight": 7, "embed.weight": 123_456_789, "
 
 
 def write_large_model(golden: Path, folder: Path) -> None:
-    """Tiny model A, widened to 1.8 GB, as a released-format folder: three leaves and two tensors of over 300 MB."""
+    """Tiny model A, widened to 2.6 GB, as a released-format folder: three leaves of 500 MB, two tensors of over 300."""
     config = json.loads((golden / "tinyA_config.json").read_text())
     text = config["text_config"]
-    text |= {"vocab_size": 160_000, "hidden_size": 1024, "moe_intermediate_size": 1024, "n_routed_experts": 48}
+    text |= {"vocab_size": 160_000, "hidden_size": 1024, "moe_intermediate_size": 1024, "n_routed_experts": 96}
     text |= {"engram_vocab_size": 500_000, "engram_compressed_vocab_size": 150_000}
     layout = derive_layout((1, 4), text["engram_max_ngram_size"], 500_000, text["engram_n_heads"], 150_000)
     text["engram_num_embeddings"] = list(layout.table_rows)

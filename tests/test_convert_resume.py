@@ -63,7 +63,7 @@ def test_killed_twice_and_run_again(released, uninterrupted, tmp_path):
     assert_equal_to(whole, tmp_path)
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_while_it_completes_the_folder(released, uninterrupted, every, tmp_path):
     """All tensors are there; the last steps write Orbax's metadata and the checksums, and give the folder its name."""
     whole, _ = uninterrupted
@@ -212,6 +212,14 @@ def test_a_source_with_new_times_and_the_same_bytes_goes_on(begun, tmp_path, cap
     assert main(begun) == 0
     shown = capsys.readouterr()
     assert "what is done is compared" in shown.out and "comparing: 100%" in shown.err
+
+
+def test_interrupted_from_the_keyboard(begun, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "transfer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(begun) == 130
+    assert "what is done is kept: run the same command to go on" in capsys.readouterr().err
+    assert main(begun) == 0
 
 
 def test_other_options_are_another_conversion(begun, tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """Leaves restored straight into shards, by two processes that each read what their own devices hold."""
 
+import shutil
 import socket
 
 import jax
@@ -115,13 +116,20 @@ def large_released(golden, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def roomy(tmp_path):
+    """A folder for what is too large to be left behind."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.slow
-def test_memory_is_that_of_the_shards(large_released, tmp_path):
-    """A model of 1.8 GB: what each process holds, its largest shard once more (to give it its dtype), and a rest."""
-    convert(large_released, tmp_path / "model", "orbax", write=lambda _: None)
+def test_memory_is_that_of_the_shards(large_released, roomy):
+    """A model of 2.6 GB: what each process holds, its largest shard once more (to give it its dtype), and a rest."""
+    convert(large_released, roomy / "model", "orbax", write=lambda _: None)
     total = sum(spec.nbytes for spec in name_map(ModelConfig.from_json(large_released)).specs.values())
-    for _, read, memory, resident in load_in_two_processes(tmp_path / "model"):
+    for _, read, memory, resident in load_in_two_processes(roomy / "model"):
         print(f"{total / 1e6:.0f} MB: read {sum(read.values()) / 1e6:.0f}, holds {resident / 1e6:.0f}", end=", ")
         print(f"memory {memory / 1e6:.0f} MB")
         assert sum(read.values()) < 1.01 * resident < 0.6 * total
-        assert memory < resident + (164 << 20) + (300 << 20) < 0.85 * total
+        assert memory < resident + (252 << 20) + (300 << 20) < 0.8 * total

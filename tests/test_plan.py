@@ -74,6 +74,7 @@ def test_a_small_model(reports):
     )
     assert decode.kernels > 3 * decode.kernels_per_reuse_layer
     assert decode.bounds.vector > decode.bounds.matmul > 0 and prefill.bounds.vector is None
+    assert {"quantized_linear", "moe_down", "fusions", static_bundles.INDEX} < set(decode.vector)
     # Each of 8 tokens chooses 2 of 8 experts.
     assert decode.traffic.distinct_experts == pytest.approx(8 * (1 - 0.75**8))
     assert decode.flops["fp8"] > decode.flops["fp4"] > 0
@@ -189,16 +190,16 @@ ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
 
 
 def test_bundles_of_equal_instructions_and_of_touched_experts():
+    grid = schedule.Loop(1, 30, None, inner=[schedule.Loop(2, 7, 10)])
     programs = {
         "second": schedule.Program("second", 100, []),
-        "experts": schedule.Program("experts", 0, [schedule.Loop(1, 1000, 20)]),
+        "experts": schedule.Program("experts", 9, [grid], cores=2),
     }
-    found = static_bundles.Schedule(programs)
-    cycles, partly = found.cycles(CompiledProgram(HLO), touched=5)
-    assert cycles == 100 + 100 + 20 * 1000 * 5 / 20 and partly == ("other",)
-    unknown = schedule.Program("experts", 7, [schedule.Loop(1, 1000, None)])
-    cycles, partly = static_bundles.Schedule({**programs, "experts": unknown}).cycles(CompiledProgram(HLO), 20)
-    assert cycles == 200 + 1007 and partly == ("moe_down", "other")
+    program = CompiledProgram(HLO)
+    cycles, partly = static_bundles.Schedule(programs).cycles(program, 5.5, {"moe_down": 4})
+    assert cycles == {"fusions": 100 + 100, "moe_down": 9 + 4 * 5.5 / 2 * 100} and partly == ("other",)
+    cycles, partly = static_bundles.Schedule(programs).cycles(program, 5.5, {})
+    assert cycles["moe_down"] == 9 + 100 and partly == ("moe_down", "other")
 
 
 def test_index_kernels_grow_with_the_context_and_stop_at_the_pool():

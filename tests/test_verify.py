@@ -114,6 +114,7 @@ def test_long_lists_are_cut(folder, tensors, capsys):
 
 
 def test_files_that_are_not_whole(folder, capsys):
+    config = (folder / "config.json").read_text()
     (folder / "spare.safetensors").write_bytes(b"short")
     code, text = run(capsys, folder, "--layers=0")
     assert code == 1 and "spare.safetensors" in text and "truncated" in text and "missing 0" in text
@@ -123,7 +124,10 @@ def test_files_that_are_not_whole(folder, capsys):
             code, text = run(capsys, folder, "--layers=0")
             assert code == 1 and words in text and "verdict:" in text
     (folder / "params").mkdir()
-    assert "convert it with launch/convert.py --to=released" in run(capsys, folder)[1]
+    assert "config.json: cannot be read" in run(capsys, folder)[1]
+    (folder / "config.json").write_text(config)
+    code, text = run(capsys, folder)
+    assert code == 1 and "Orbax folder, and not in order" in text and "is not a complete Orbax checkpoint" in text
     assert run(capsys, folder / "nowhere") == (1, f"verify: {folder / 'nowhere'}: no such folder\n")
     for flag in ("--layers=-1", "--sample=0", "--sample=1.5"):
         assert run(capsys, folder, flag)[0] == 1

@@ -30,6 +30,9 @@ def hold(path: Path) -> Iterator[None]:
                 raise LockedError(holder or "another process") from None
             time.sleep(_PATIENCE / 10)
             continue
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(error.errno, f"this file system has no locks ({error.strerror})", str(path)) from error
         if _is_named(path, descriptor):
             break
         os.close(descriptor)  # its holder has removed it in between

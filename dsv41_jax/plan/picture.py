@@ -55,7 +55,8 @@ def _legend(canvas: ImageDraw.ImageDraw, x: int, entries: list[tuple[str, str]],
 
 def _memory_bar(canvas: ImageDraw.ImageDraw, x: int, y: int, scale: float, report: Report, font) -> None:
     memory, start = report.memory, float(x)
-    parts = {"params": memory.parts.get("params", 0), "cache": memory.parts.get("cache", 0)}
+    weights = memory.parts.get("params", memory.parts.get("state", 0))
+    parts = {"params": weights, "cache": memory.parts.get("cache", 0)}
     parts["scratch"] = memory.live - sum(parts.values())
     for name, _, color in _MEMORY:
         end = start + scale * parts[name]

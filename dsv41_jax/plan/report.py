@@ -13,7 +13,7 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-        parts: arguments by name (parameters, cache, inputs), as the arrays have them.
+        parts: arguments by name (params, cache, inputs; of a training step state, batch), as the arrays have them.
         arguments: of all of them as laid out on the device: what tiling pads is in it.
         scratch: temporaries. outputs: what is returned beyond the donated cache. code: the program.
         limit: what a program may use. tokens_left: tokens of cache, in all rows of all devices, for which what is left
@@ -82,9 +82,11 @@ class Report:
         mesh_by_rule: whether the mesh was chosen here.
         memory .. kernels_per_reuse_layer: None if it did not compile; `error` says why.
         flops: of one device by precision, counted in the program. weighted: FLOPs of a token in the program, weighted
-            as the report's Figure 2, and the same by the arithmetic of `accounting`. kernels: launched in a step.
+            as the report's Figure 2, and the same by the arithmetic of `accounting` (not for training).
+        kernels: launched in a step.
         moves: (operation, name, bytes, times) of large instructions that only move data.
         unknown_loops: loops whose trips the data decides, counted once.
+        vector: seconds of the vector unit's bound by kernel, where the schedule was read.
         left_out: kernels of which the bound of the vector unit has only a part: loops whose length depends on the data
             count once. Of a decode step's index kernels the rest is estimated (`static_bundles.INDEX_BUNDLES`).
         host_memory: peak bytes of the process that compiled.
@@ -103,6 +105,7 @@ class Report:
     kernels_per_reuse_layer: float | None = None
     moves: tuple[tuple[str, str, int, int], ...] = ()
     unknown_loops: int = 0
+    vector: dict[str, float] | None = None
     left_out: tuple[str, ...] = ()
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0

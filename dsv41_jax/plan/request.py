@@ -3,7 +3,6 @@
 import dataclasses
 
 from dsv41_jax.config import ModelConfig, load_config
-from dsv41_jax.sharded_step import PHASES as STEP_PHASES
 from dsv41_jax.sharding import Layout, check_layout, padded_rows
 from dsv41_jax.topologies import Topology, parse
 
@@ -72,8 +71,6 @@ class Request:
         for name, allowed in (("phase", PHASES), ("engram", ENGRAM), ("expert_storage", STORAGE)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
-        if self.phase not in STEP_PHASES:
-            raise ValueError(f"phase={self.phase!r}: there is no such step on a mesh in this version")
         for name in ("batch", "context", "block"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")

@@ -4,9 +4,13 @@ A bundle is about a cycle without stalls, so bundles over the clock are a floor 
 of our own and fusions of the compiler together.
 """
 
+import collections
 import dataclasses
+import math
 import re
 from pathlib import Path
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from dsv41_jax.compiled_program import CompiledProgram
 from dsv41_jax.config import ModelConfig
@@ -17,6 +21,8 @@ from dsv41_jax.topologies import Topology
 from pallas_kernels import schedule
 
 _ELSEWHERE = ("call-start", "async-start", "copy-start", "slice-start")  # on the SparseCore, or a DMA
+FUSIONS, OTHERS = "fusions", "other operations"
+INDEX = "index scores and selection"
 _EXPERTS = ("moe_gate_up", "moe_down")
 
 
@@ -26,21 +32,25 @@ class Schedule:
 
     programs: dict[str, schedule.Program]
 
-    def cycles(self, program: CompiledProgram, touched: float) -> tuple[float, tuple[str, ...]]:
-        """Bundles that a core works on in a step, and the kernels of which only a part is in it.
+    def cycles(
+        self, program: CompiledProgram, touched: float, steps: dict[str, int]
+    ) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Bundles that a core works on in a step, by kernel (FUSIONS and OTHERS are the compiler's), and the kernels of
+        which only a part is in it.
 
-        The schedule has every step of a grid. Those of experts have room for all that could be chosen; here as many
-        tiles count as experts are expected to be touched. Loops whose length depends on the data count once.
+        The grid of an expert kernel goes over tiles of rows, of which there is one for each touched expert at least; it
+        counts so many. Other loops whose length depends on the data count once.
 
         Args:
             touched: experts of a device that a step is expected to touch.
+            steps: see `static_steps`.
         """
         same, made = Fingerprints(program.computations), {}
         for computation in program.computations.values():
             for instruction in computation.instructions:
                 if instruction.name in self.programs:
                     made.setdefault(same.of(instruction), self.programs[instruction.name])
-        total, partly = 0.0, set()
+        total, partly = collections.Counter(), set()
         for loop in program.loops:
             for instruction in loop.instructions:
                 if instruction.operation in _ELSEWHERE:
@@ -49,17 +59,51 @@ class Schedule:
                 if found is None:
                     partly.add(_base(instruction))
                     continue
-                try:
-                    bundles = found.bundles()
-                except ValueError:
-                    bundles = _once(found.loops) + found.straight
+                bundles, whole = _bundles(instruction, found, touched, steps)
+                if not whole:
                     partly.add(_base(instruction))
-                total += loop.times * bundles * _share(instruction, touched)
-        return total, tuple(sorted(partly))
+                total[_kind(instruction)] += loop.times * bundles
+        return dict(total.most_common()), tuple(sorted(partly))
+
+
+def _bundles(
+    instruction: Instruction, program: schedule.Program, touched: float, steps: dict[str, int]
+) -> tuple[float, bool]:
+    """Bundles of a call on one core, and whether all are in it."""
+    name = instruction.kernel if instruction.operation == "custom-call" else ""
+    if name in _EXPERTS and name in steps and len(program.loops) == 1:
+        [grid] = program.loops
+        return program.straight + steps[name] * touched / program.cores * (grid.own + _once(grid.inner)), True
+    try:
+        return program.bundles(), True
+    except ValueError:
+        return program.straight + _once(program.loops), False
+
+
+def static_steps(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, int]:
+    """Steps of the grids of kernels that have a dynamic dimension, without that one, by name."""
+    found: dict[str, int] = {}
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name == "pallas_call":
+            grid = equation.params["grid_mapping"]
+            if grid.num_dynamic_grid_bounds:
+                found[equation.params["name"]] = math.prod(size for size in grid.grid if isinstance(size, int))
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(inner, (ClosedJaxpr, Jaxpr)):
+                    found |= static_steps(inner)
+    return found
 
 
 def _once(loops: list[schedule.Loop]) -> int:
     return sum((loop.trips or 1) * (loop.own + _once(loop.inner)) for loop in loops)
+
+
+def _kind(instruction: Instruction) -> str:
+    if instruction.operation == "custom-call":
+        return instruction.kernel
+    return FUSIONS if instruction.operation == "fusion" else OTHERS
 
 
 def _base(instruction: Instruction) -> str:
@@ -107,14 +151,6 @@ def index_cycles(config: ModelConfig, machine: Topology, rows: int, context: int
         if share.pool == "builds":
             total += entries / config.candidate_block_size * each.block
     return rows * total / machine.chip.cores
-
-
-def _share(instruction: Instruction, touched: float) -> float:
-    """The part of a kernel's grid that is used."""
-    if instruction.operation != "custom-call" or instruction.kernel not in _EXPERTS:
-        return 1.0
-    tiles = int(re.search(r"\[(\d+)", instruction.shape).group(1))  # the result is [tiles, rows, columns]
-    return min(1.0, touched / tiles)
 
 
 def read(folder: Path) -> Schedule:

@@ -6,7 +6,7 @@ from dsv41_jax.chips import GB
 from dsv41_jax.plan.report import Memory, Report
 
 _BINDS = {"hbm": "HBM", "matmul": "matrix unit", "links": "links", "vector": "vector unit"}
-_SHOWN_COLLECTIVES, _SHOWN_MOVES = 8, 6
+_SHOWN_COLLECTIVES, _SHOWN_MOVES, _SHOWN_KERNELS = 8, 6, 9
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -160,10 +160,12 @@ def _bounds(report: Report) -> list[str]:
         f"{_BINDS[bounds.binding]} binds: at most {report.tokens_per_second:,.0f} tokens/s in all, "
         f"{report.tokens_per_second / report.request.batch:,.1f} a row",
     ]
-    if report.left_out:
+    if report.vector:
+        most = sorted(report.vector.items(), key=lambda item: -item[1])[:_SHOWN_KERNELS]
+        lines.append("vector unit, ms: " + ", ".join(f"{name} {milliseconds(value)}" for name, value in most))
         lines.append(
-            "The bound of the vector unit is bundles of the compiler's schedule at the clock. Loops whose length "
-            f"depends on the data count once, in {', '.join(report.left_out[:10])}."
+            "These are bundles of the compiler's schedule at the clock. Loops whose length depends on the data count "
+            f"once, in {', '.join(report.left_out[:10])}."
         )
     return lines
 
@@ -193,7 +195,8 @@ def _row(report: Report) -> list[str]:
     step = f"{request.phase} {request.batch} x {request.tokens}, {_short(request.context)}{host}"
     row = [request.topology, step, request.mesh, "yes" if report.fits else "no"]
     if memory:
-        amounts = (memory.parts.get("params", 0), memory.parts.get("cache", 0), memory.scratch, memory.left)
+        weights = memory.parts.get("params", memory.parts.get("state", 0))
+        amounts = (weights, memory.parts.get("cache", 0), memory.scratch, memory.left)
         row += [f"{value / GB:.2f}" for value in amounts]
     else:
         row += [""] * 4

@@ -68,18 +68,20 @@ def names(path: tuple) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
-def traffic(config: ModelConfig, numerics: Numerics, params: Any, request: Request) -> Traffic:
+def traffic(config: ModelConfig, numerics: Numerics, state: Any, request: Request) -> Traffic:
     """What a step moves on the device with the most rows.
 
     Args:
-        params: parameters with shardings.
+        state: parameters with shardings; of a training step all that it updates: it is read and written once.
     """
+    if request.phase == "train":
+        return _training(config, state, request)
     rows, tokens = request.rows, request.tokens
     encoder_only = request.phase == "prefill"
     layers = config.decoder_start if encoder_only else config.num_hidden_layers
     distinct = touched_experts(config.n_routed_experts, config.num_experts_per_tok, request.batch * tokens)
     read = {"experts": 0.0, "dense": 0.0}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = names(path)
         part = _fraction(config, name, layers, encoder_only)
         if part:
@@ -92,6 +94,12 @@ def traffic(config: ModelConfig, numerics: Numerics, params: Any, request: Reque
         **_cache(config, numerics, layers, rows, tokens, request.context),
         distinct_experts=distinct,
     )
+
+
+def _training(config: ModelConfig, state: Any, request: Request) -> Traffic:
+    distinct = touched_experts(config.n_routed_experts, config.num_experts_per_tok, request.batch * request.tokens)
+    updated = 2.0 * sum(map(local_bytes, jax.tree.leaves(state)))
+    return Traffic(0.0, updated, 0.0, 0.0, 0.0, 0.0, 0.0, distinct)
 
 
 def _fraction(config: ModelConfig, name: tuple[str, ...], layers: int, encoder_only: bool) -> float:

@@ -70,11 +70,13 @@ class PlannedStep:
         return accounting.jaxpr_work(self.traced.jaxpr, expert_rows=chosen / self.machine.devices, while_trips=0)
 
     @property
-    def weighted(self) -> tuple[float, float]:
+    def weighted(self) -> tuple[float, float] | None:
         """FLOPs of a token, weighted: as the program has them, on all devices together, and by closed arithmetic for
-        the last tokens of the context.
+        the last tokens of the context. None for training, for which there is no such arithmetic.
         """
         request = self.request
+        if request.phase == "train":
+            return None
         counted = accounting.weighted(self.flops) * self.machine.devices / (request.batch * request.tokens)
         contexts = np.arange(request.context - request.tokens + 1, request.context + 1)
         encoder = request.phase == "prefill"
@@ -93,14 +95,16 @@ class PlannedStep:
             lowered = self.traced.lower()
         return lowered.compile(None if self.machine.tpu else {"xla_gpu_autotune_level": 0})
 
-    def cycles(self, program: CompiledProgram, folder: Path) -> tuple[float, tuple[str, ...]]:
-        """Bundles of a core in a step from the schedules in a folder; see `static_bundles.Schedule.cycles`."""
+    def cycles(self, program: CompiledProgram, folder: Path) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Bundles of a core in a step by kernel, from the schedules in a folder; see `static_bundles`."""
         request, config = self.request, self.config
         tokens = request.batch * request.tokens
         touched = accounting.touched_experts(config.n_routed_experts, config.num_experts_per_tok, tokens)
-        cycles, partly = static_bundles.read(folder).cycles(program, touched / self.machine.devices)
+        steps = static_bundles.static_steps(self.traced.jaxpr)
+        cycles, partly = static_bundles.read(folder).cycles(program, touched / self.machine.devices, steps)
         if request.phase == "decode":
-            cycles += static_bundles.index_cycles(config, self.machine, request.rows, request.context)
+            index = static_bundles.index_cycles(config, self.machine, request.rows, request.context)
+            cycles = cycles | {static_bundles.INDEX: index}
         return cycles, partly
 
     def memory(self, analysis: Any) -> Memory:
@@ -129,7 +133,7 @@ def report(request: Request, by_rule: bool) -> Report:
         begin = time.perf_counter()
         planned = PlannedStep(request)
         chip = planned.machine.chip
-        moved = traffic(planned.config, planned.numerics, planned.arguments["params"], request)
+        moved = traffic(planned.config, planned.numerics, planned.step.arguments[0], request)
         bounds = Bounds(hbm=moved.total / chip.bandwidth, matmul=matmul_seconds(planned.flops, chip), links=0.0)
         traced = time.perf_counter()
         found = Report(request, by_rule, moved, flops=planned.flops, weighted=planned.weighted)
@@ -150,8 +154,9 @@ def report(request: Request, by_rule: bool) -> Report:
         if folder:
             say("reading the schedule")
             cycles, partly = planned.cycles(program, folder)
-            bounds = dataclasses.replace(bounds, vector=cycles / chip.clock)
-            found = dataclasses.replace(found, left_out=partly)
+            vector = {name: count / chip.clock for name, count in cycles.items()}
+            bounds = dataclasses.replace(bounds, vector=sum(vector.values()))
+            found = dataclasses.replace(found, vector=vector, left_out=partly)
         return dataclasses.replace(
             found,
             bounds=bounds,
