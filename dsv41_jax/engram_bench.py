@@ -1,6 +1,7 @@
 """Measures lookups a second of Engram tables off the device, on a table of released rows filled with random bytes.
 
-    host        the table in memory
+    host        the table in memory, rows dequantised (a single process)
+    host stored the same, rows as they are stored (a process's share of a table that several hold)
     mmap cold   the table in a file, nothing of it in the system's page cache
     mmap warm   the same, its pages in the page cache
     mmap hot    the same, the rows that are asked for among the hot rows kept in memory
@@ -19,12 +20,13 @@ import ml_dtypes
 import numpy as np
 
 from dsv41_jax.engram_prefetch import PrefetchingTable
-from dsv41_jax.engram_tables import SCALE_BLOCK, FileTable, FileTensor, HostTable, StoredTable
+from dsv41_jax.engram_share import EngramShare
+from dsv41_jax.engram_tables import SCALE_BLOCK, FileTable, FileTensor, HostTable
 
 WIDTH = 256
 ROW_BYTES = WIDTH + WIDTH // SCALE_BLOCK
 COLUMNS = 24  # rows of a token in a layer
-PLACES = ("host", "mmap cold", "mmap warm", "mmap hot")
+PLACES = ("host", "host stored", "mmap cold", "mmap warm", "mmap hot")
 _E4M3, _E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 _PIECE = 1 << 20  # rows written at a time
 
@@ -93,22 +95,25 @@ def measure(path: Path, rows: int, tokens: list[int], calls: int, repeats: int) 
         for count in tokens:
             speeds = []
             for _ in range(repeats):
-                table = HostTable(*loaded) if place == "host" else FileTable(*parts)
                 blocks = rng.integers(0, rows, (calls, count, COLUMNS))
                 if place == "mmap cold":
                     _forget_pages(path)
                 if place == "mmap warm":
                     _read_pages(path)
-                speeds.append(_speed(table, blocks, hot=place == "mmap hot"))
+                room = 4 * blocks.size * (ROW_BYTES + 16) if place == "mmap hot" else 0  # sets fill unevenly
+                if place == "host stored":
+                    reader = EngramShare(HostTable(*loaded), 0, rows)
+                else:
+                    table = HostTable(*loaded) if place == "host" else FileTable(*parts)
+                    reader = PrefetchingTable(table, room)
+                speeds.append(_speed(reader, blocks, warm=room > 0))
             found.append(Lookups(place, count, statistics.median(speeds), min(speeds), max(speeds)))
     return found
 
 
-def _speed(table: StoredTable, blocks: np.ndarray, hot: bool) -> float:
-    """Lookups a second of the calls `blocks` [calls, tokens, columns]; `hot`: once all rows are kept."""
-    room = 4 * blocks.size * (ROW_BYTES + 16)  # sets of hot rows fill unevenly
-    reader = PrefetchingTable(table, room if hot else 0)
-    if hot:
+def _speed(reader: PrefetchingTable | EngramShare, blocks: np.ndarray, warm: bool) -> float:
+    """Lookups a second of the calls `blocks` [calls, tokens, columns]; `warm`: when they were made before."""
+    if warm:
         for block in blocks:
             reader.rows(block)
     before = reader.stats

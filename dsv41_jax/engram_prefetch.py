@@ -148,7 +148,7 @@ class PrefetchingTable:
             values[mine], missing = announced.values[at], ~mine
             self._finish(announced, asked=int(mine.sum()), hot=int(announced.hot[at].sum()), ahead=True)
         if missing.any():
-            batch = self._start(distinct[missing])
+            batch = self._start(distinct[missing], wanted_now=True)
             batch.wait()
             values[missing] = batch.values
             self._finish(batch, asked=len(batch.ids), hot=int(batch.hot.sum()), ahead=False)
@@ -165,8 +165,10 @@ class PrefetchingTable:
         if hasattr(self._table, "close"):
             self._table.close()
 
-    def _start(self, distinct: np.ndarray) -> _Batch:
-        """Look the rows up among the hot ones, and let the pool read the others and dequantise all."""
+    def _start(self, distinct: np.ndarray, wanted_now: bool = False) -> _Batch:
+        """Look the rows up among the hot ones, and let the pool read the others and dequantise all. Rows in memory that
+        are wanted now are not worth handing over to other threads.
+        """
         n = len(distinct)
         stored = np.empty((n, self._table.row_bytes), np.uint8)
         values = np.empty((n, self.shape[1]), self._table.dtype)
@@ -181,6 +183,9 @@ class PrefetchingTable:
                 stored[piece][cold] = table.read(distinct[piece][cold])
             values[piece] = table.dequantize(stored[piece])
 
+        if wanted_now and table.in_memory:
+            load(slice(None))
+            return _Batch(distinct, hot, stored, values, [])
         step = max(_PIECE, -(-n // _READERS))
         pieces = [self._pool.submit(load, slice(at, at + step)) for at in range(0, n, step)]
         return _Batch(distinct, hot, stored, values, pieces)

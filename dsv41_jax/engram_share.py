@@ -76,7 +76,7 @@ class _StoredRows(StoredTable):
     """A table whose rows are not dequantised: uint32 words."""
 
     def __init__(self, table: StoredTable):
-        self._table, self.row_bytes = table, table.row_bytes
+        self._table, self.row_bytes, self.in_memory = table, table.row_bytes, table.in_memory
         self._words = -(-table.row_bytes // _WORD)
         self.shape, self.dtype = (table.shape[0], self._words), np.dtype(np.uint32)
 

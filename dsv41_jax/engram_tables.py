@@ -72,8 +72,11 @@ class StoredTable:
     Attributes:
         shape: (rows, row width). dtype: what `rows` gives.
         row_bytes: stored bytes of a row with its scales (264 in the release).
+        in_memory: reading waits for no disk.
         weight_dtype, scaled: stored type of a number, and whether one UE8M0 scale for 32 of them follows.
     """
+
+    in_memory = False
 
     def __init__(
         self,
@@ -130,6 +133,8 @@ class HostTable(StoredTable):
         scale: float8_e8m0fnu [rows, width/32], or None.
         dtype: what `rows` gives: bfloat16 or float32.
     """
+
+    in_memory = True
 
     def __init__(self, weight: np.ndarray, scale: np.ndarray | None, dtype: np.dtype = ml_dtypes.bfloat16) -> None:
         super().__init__((weight.shape, weight.dtype), None if scale is None else (scale.shape, scale.dtype), dtype)

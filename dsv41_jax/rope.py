@@ -87,5 +87,8 @@ def rotate_tail(x: Array, cos: Array, sin: Array, numerics: Numerics, inverse: b
     cos = jnp.pad(jnp.repeat(cos, 2, axis=-1), pad, constant_values=1.0)
     sin = jnp.pad(jnp.stack([-sin, sin], axis=-1).reshape(*sin.shape[:-1], -1), pad)
     x = x.astype(jnp.float32)
-    partner = jnp.flip(x.reshape(*x.shape[:-1], -1, 2), axis=-1).reshape(x.shape)
+    # The other one of each pair. Shifts, because a TPU turns rows of two about ten times slower.
+    lead = [(0, 0)] * (x.ndim - 1)
+    after, before = jnp.pad(x[..., 1:], [*lead, (0, 1)]), jnp.pad(x[..., :-1], [*lead, (1, 0)])
+    partner = jnp.where(jnp.arange(x.shape[-1]) % 2 == 0, after, before)
     return numerics.round(x * cos + partner * sin)

@@ -67,6 +67,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(argv)
     if flags.find and (len(flags.topology) > 1 or len(flags.phase) > 1 or flags.mesh):
         parser.error("--find takes one topology and one phase, and no --mesh")
+    if flags.find and flags.phase == ["train"]:
+        parser.error("--find: its arithmetic is of serving; give a --mesh to plan a training step")
     for name in ("png", "out"):
         path = getattr(flags, name)
         if path and not Path(path).resolve().parent.is_dir():

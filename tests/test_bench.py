@@ -71,7 +71,7 @@ def test_engram_lookups_are_counted_in_every_place(capsys):
     bench.main("engram --gigabytes 0.001 --tokens 4 32 --calls 2 --repeats 2 --json".split())
     found = json.loads(capsys.readouterr().out)
     assert found["machine"]["table_rows"] == 3787 and found["machine"]["table_bytes"] == 3787 * 264
-    places = ("host", "mmap cold", "mmap warm", "mmap hot")
+    places = ("host", "host stored", "mmap cold", "mmap warm", "mmap hot")
     assert [(r["place"], r["tokens"]) for r in found["results"]] == [(p, t) for p in places for t in (4, 32)]
     assert all(0 < r["slowest"] <= r["median"] <= r["fastest"] for r in found["results"])
 

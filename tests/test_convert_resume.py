@@ -214,6 +214,25 @@ def test_a_source_with_new_times_and_the_same_bytes_goes_on(begun, tmp_path, cap
     assert "what is done is compared" in shown.out and "comparing: 100%" in shown.err
 
 
+def test_a_source_that_changes_under_way(begun, tmp_path, capsys, monkeypatch):
+    """Not completed; the next run compares, and finds the piece that is of the old source."""
+    record = conversion.PartialFolder.record
+
+    def change_then_record(partial, pieces):
+        if (tmp_path / "source/model.safetensors").stat().st_mtime_ns == before:
+            change_value(tmp_path / "source/model.safetensors")
+        record(partial, pieces)
+
+    before = (tmp_path / "source/model.safetensors").stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion.PartialFolder, "record", change_then_record)
+        assert main(begun) == 1
+    assert "were written to while they were converted" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+    assert main(begun) == 1
+    assert "embed.weight in" in capsys.readouterr().err
+
+
 def test_interrupted_from_the_keyboard(begun, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "transfer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

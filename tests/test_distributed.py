@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -354,6 +355,31 @@ def test_flags_that_differ_are_named_by_every_process(tmp_path):
         assert "--seed is 3 in process 0 (" in each.err and "and 4 in process 1 (" in each.err
         assert "--max_new_tokens is 60 in process 0 (" in each.err
         assert "--temperature" not in each.err and "Traceback" not in each.err
+
+
+LOAD = """
+import sys
+import dsv41_jax as ds
+from dsv41_jax import distributed
+with distributed.initialize(*sys.argv[1:2], *map(int, sys.argv[2:4])) as here:
+    ds.load(sys.argv[4 + here.index], numerics="float32")
+"""
+
+
+def test_models_that_differ_are_named_before_they_are_loaded(tmp_path, tiny_folder):
+    folders = [tmp_path / "one" / "model", tmp_path / "two" / "model"]
+    for folder in folders:
+        shutil.copytree(tiny_folder, folder)
+    config = json.loads((folders[1] / "config.json").read_text())
+    config["text_config"]["rms_norm_eps"] = 1e-3
+    (folders[1] / "config.json").write_text(json.dumps(config))
+    with start(LOAD, 2, tmp_path, arguments=list(map(str, folders))) as run:
+        for i in range(2):
+            ended = run.wait(i, 60)
+            assert ended.code == 1 and "ValueError: the processes differ:" in ended.err
+            assert "model/config.json: rms_norm_eps is 1e-20 in process 0 (" in ended.err
+            assert "and 0.001 in process 1 (" in ended.err
+            assert ended.err.count("model/config.json") == 1
 
 
 def test_a_command_whose_peer_never_comes(tmp_path):

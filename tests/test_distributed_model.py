@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -29,8 +28,9 @@ def text_of(tmp_path: Path, processes: int, devices: int, *flags: str) -> None:
     with Run(commands, tmp_path, devices) as run:
         ended = run.all_well(240)
     expected = ds.load("demo", numerics="float32").generate(PROMPT, max_new_tokens=6, temperature=0)
-    printed = [re.sub(r"\[Gloo\].*\n", "", each.out) for each in ended]
-    assert printed == [PROMPT + expected + "\n", *[""] * (processes - 1)]
+    # The library that connects CPUs writes to the same output, after the prompt.
+    assert ended[0].out.startswith(PROMPT) and ended[0].out.endswith(expected + "\n")
+    assert not any(PROMPT in each.out or expected in each.out for each in ended[1:])
     assert f"on {processes * devices} x cpu" in ended[0].err
     assert "loading demo" not in ended[1].err
 

@@ -15,6 +15,7 @@ from dsv41_jax.checkpoint import safetensors_file
 from dsv41_jax.checkpoint.released_folder import ReleasedFolder
 from dsv41_jax.engram_share import EngramShare, RowForm, own_range
 from dsv41_jax.engram_tables import HostTable
+from processes import start
 
 ROWS = 1001
 RNG = np.random.default_rng(0)
@@ -142,3 +143,10 @@ def test_a_share_of_a_folder_reads_its_own_bytes_only(tiny_folder: Path, place, 
     assert sum(loaded) == (rows * whole.row_bytes if place == "host" else 0)
     with pytest.raises(IndexError, match=f"outside its {rows} rows"):
         folder.engram_table(layer, place, np.float32, (0, rows + 1))
+
+
+def test_the_devices_of_two_processes_sum_their_parts(tmp_path):
+    """Eight devices, the tokens of a block split over two of them or not: each has the rows of its tokens."""
+    with start("from share_child import main; import sys; main(*sys.argv[1:4])", 2, tmp_path, devices=4) as run:
+        for ended in run.all_well(100):
+            assert "rows are equal" in ended.out

@@ -176,6 +176,11 @@ class Conversion:
         with _bar(f"converting {self._source.path.name}", total_bytes(mine), total_bytes(there)) as bar:
             todo = [piece for piece in mine if piece not in done]
             transfer(self._source, writer, todo, self.partial.record, bar.update)
+        if stamp(self._source) != self._stamp:
+            raise CheckpointError(
+                f"{self._source.path}: its files were written to while they were converted; run the same command "
+                "again, which compares what is done with them"
+            )
 
     def _compare_again(self, pieces: list[Piece], done: dict[Piece, Done]) -> None:
         """Go on only if what was read of a source whose files have other times now is still what it holds."""
