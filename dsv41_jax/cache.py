@@ -104,21 +104,13 @@ def zero_arrays(
     arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs)
     if pages is not None:
         return arrays
-    return arrays.replace(page_table=page_tables(batch, arrays.page_table.shape[1]))
+    return arrays.replace(page_table=jnp.asarray(page_tables(batch, arrays.page_table.shape[1])))
 
 
-def page_tables(batch: int, per_row: int, shards: int = 1) -> Array:
+def page_tables(batch: int, per_row: int, shards: int = 1) -> np.ndarray:
     """int32 [batch, per_row]: every row owns the next `per_row` pages of its shard (batch / shards rows each)."""
-    rows = jnp.arange(batch, dtype=jnp.int32) % (batch // shards)
-    return rows[:, None] * per_row + jnp.arange(per_row, dtype=jnp.int32)
-
-
-def sharded_arrays(
-    config: ModelConfig, numerics: Numerics, batch: int, max_len: int, shardings: CacheArrays, pages: int | None = None
-) -> CacheArrays:
-    """`zero_arrays` made in place under `shardings`, a `CacheArrays` of `jax.sharding.Sharding`."""
-    make = functools.partial(zero_arrays, config, numerics, batch, max_len, pages)
-    return jax.jit(make, out_shardings=shardings)()
+    rows = np.arange(batch, dtype=np.int32) % (batch // shards)
+    return rows[:, None] * per_row + np.arange(per_row, dtype=np.int32)
 
 
 def global_bytes_per_token(config: ModelConfig, numerics: Numerics = RELEASED) -> float:
@@ -190,6 +182,8 @@ class Cache:
         numerics: name of the numerics whose stored form the arrays have.
         floor: int32 [B], lengths that `rewind` cannot pass: a prefix whose pages are shared ends there, or the
             decoder's windows begin there (see `ced`).
+        tables, window_floors: int32 [B, P] and [2, B], what the arrays hold as page tables and as floors of encoder and
+            decoder.
     """
 
     arrays: CacheArrays | None
@@ -199,6 +193,8 @@ class Cache:
     max_len: int
     numerics: str
     floor: np.ndarray
+    tables: np.ndarray
+    window_floors: np.ndarray
 
     @property
     def max_rewind(self) -> int:
@@ -215,8 +211,8 @@ class Cache:
         return arrays
 
     def pages(self, row: int) -> list[int]:
-        """Ids of the pages that hold a row's tokens so far, in order."""
-        return np.asarray(self.peek().page_table)[row, : pages_for(int(self.lengths[row]))].tolist()
+        """Ids of the pages that hold a row's tokens so far, in order; on a mesh they count within the row's device."""
+        return self.tables[row, : pages_for(int(self.lengths[row]))].tolist()
 
     def peek(self) -> CacheArrays:
         """The arrays for a call that only reads them; RuntimeError when they were donated before."""

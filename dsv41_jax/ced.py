@@ -14,22 +14,23 @@ Source: report 3.2.2.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
+from dsv41_jax import sharded_step, sharding
 from dsv41_jax.cache import Cache, CacheArrays, pages_for
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.image_input import ImageInput, prompt_token_types
-from dsv41_jax.image_plan import TokenType
+from dsv41_jax.image_input import ImageInput
 from dsv41_jax.layer_plan import source_ratios
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.pages import PAGE_TOKENS, PageLayout
+from dsv41_jax.prompt_reading import Prompt, Reading, RowWork, prompts_of, read_rows
 from dsv41_jax.runner import Runner
-from dsv41_jax.vision import merge_images
 
 PREFILL_MODES = ("ced", "exact")
 
@@ -43,153 +44,6 @@ def check_mode(mode: str, config: ModelConfig) -> None:
             "this model has no encoder-only prefill: it needs a KV source and no Engram layer from the last one on; "
             'use the mode "exact"'
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How a prompt is read: tokens [begin, split) through the encoder, [split, end) through all layers."""
-
-    begin: int
-    split: int
-    end: int
-
-    @classmethod
-    def of(cls, config: ModelConfig, mode: str, n: int, hit: int = 0) -> "Reading":
-        """The reading of a prompt of n tokens of which `hit` have their pages."""
-        begin = max(hit - config.sliding_window, 0)
-        return cls(begin, max(begin, n - config.sliding_window) if mode == "ced" else begin, n)
-
-    def blocks(self, size: int) -> Iterator[tuple[str, int, int]]:
-        """(layers, first, stop) of at most `size` tokens each."""
-        for layers, first, stop in (("encoder", self.begin, self.split), ("all", self.split, self.end)):
-            for at in range(first, stop, size):
-                yield layers, at, min(at + size, stop)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One row's prompt on the host: ids int32 [n]; image positions bool [n] and embeddings [n, D], or None for text."""
-
-    ids: np.ndarray
-    image_mask: np.ndarray | None = None
-    image_embeds: np.ndarray | None = None
-
-
-def prompts_of(
-    runner: Runner, token_ids: np.ndarray, lengths: np.ndarray, images: Sequence[Sequence[ImageInput]]
-) -> list[Prompt]:
-    """Rows of token_ids [B, T] with the images' embeddings made."""
-    if not any(images):
-        return [Prompt(ids[:n]) for ids, n in zip(token_ids, lengths, strict=True)]
-    mask = prompt_token_types(images, token_ids.shape[1], runner.config) != TokenType.TEXT
-    zeros = jnp.zeros((*token_ids.shape, runner.config.hidden_size), runner.numerics.dtype)
-    embeds = np.asarray(merge_images(runner.params, zeros, images, runner.config, runner.numerics))
-    return [Prompt(*(x[:n] for x in row)) for *row, n in zip(token_ids, mask, embeds, lengths, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class RowWork:
-    """What to read into a row of the cache: a prompt, how, and the first token whose entries are written."""
-
-    prompt: Prompt
-    reading: Reading
-    write_floor: int = 0
-
-
-def read_rows(
-    runner: Runner, cache: Cache, work: dict[int, RowWork], all_logits: bool
-) -> tuple[dict[int, Array], CacheArrays]:
-    """Read prompts into rows of the cache's arrays (they are spent), block by block.
-
-    One row at a time; on a mesh, where every device has rows of its own, all together.
-
-    Returns:
-        by row, logits [1, V] of the last token, or [tokens read by all layers, V]; and the arrays.
-    """
-    arrays, together = cache.take(), runner.mesh is not None
-    logits = {}
-    for rows in [sorted(work)] if together else [[row] for row in sorted(work)]:
-        blocks = _Blocks(runner, {row: work[row] for row in rows}, len(cache.lengths) if together else None)
-        read, arrays = blocks.read(arrays, all_logits)
-        logits |= read
-    return logits, arrays
-
-
-class _Blocks:
-    """The blocks of some rows, side by side: each row's last one is in the last step.
-
-    Args:
-        batch: rows of the cache, where a step takes all of them; None where it takes one row, the only one of `work`.
-    """
-
-    def __init__(self, runner: Runner, work: dict[int, RowWork], batch: int | None):
-        self.runner, self.work = runner, work
-        self.rows = list(work) if batch is None else list(range(batch))
-        self.first = self.rows[0] if batch is None else None
-        blocks = {row: list(w.reading.blocks(runner.prefill_block)) for row, w in work.items()}
-        self.steps: list[tuple[str, dict[int, tuple[int, int]]]] = []
-        for layers in ("encoder", "all"):
-            own = {row: [b[1:] for b in all_blocks if b[0] == layers] for row, all_blocks in blocks.items()}
-            longest = max(map(len, own.values()))
-            for i in range(-longest, 0):
-                self.steps.append((layers, {row: mine[i] for row, mine in own.items() if len(mine) >= -i}))
-        self.hashed = {}
-        if runner.hasher is not None:
-            for row, w in work.items():
-                mask = None if w.prompt.image_mask is None else w.prompt.image_mask[None]
-                self.hashed[row] = runner.hasher(w.prompt.ids[None], mask)[0][:, 0]
-        self.with_images = any(w.prompt.image_mask is not None for w in work.values())
-
-    def part(self, of: dict[int, np.ndarray], place: dict[int, tuple[int, int]], axis: int = 0) -> np.ndarray:
-        """A step's part of something of each row, along an axis, stacked by rows before it. The last token of a part is
-        repeated up to the static length, and counts for nothing; idle rows repeat the first row's.
-        """
-        size, parts = self.runner.prefill_block, []
-        for row in self.rows:
-            source = row if row in place else next(iter(place))
-            first, stop = place[source]
-            parts.append(np.take(of[source], np.minimum(np.arange(first, first + size), stop - 1), axis))
-        return np.stack(parts, axis)
-
-    def engram_rows(self, step: int) -> np.ndarray | None:
-        """Row numbers [layers, B, t, columns] of a step; None without Engram."""
-        return self.part(self.hashed, self.steps[step][1], 1) if self.hashed else None
-
-    def read(self, arrays: CacheArrays, all_logits: bool) -> tuple[dict[int, Array], CacheArrays]:
-        """Run all steps; see `read_rows`."""
-        runner, prompts = self.runner, {row: w.prompt for row, w in self.work.items()}
-        pieces: dict[int, list] = {row: [] for row in self.work}
-        for number, (layers, place) in enumerate(self.steps):
-            memory = runner.engram_input(self.engram_rows(number), arrays)
-            if number + 1 < len(self.steps) and self.hashed:
-                runner.announce_engram(self.engram_rows(number + 1))
-            mask = embeds = None
-            if self.with_images:
-                mask = self.part({row: p.image_mask for row, p in prompts.items()}, place)
-                embeds = self.part({row: p.image_embeds for row, p in prompts.items()}, place)
-            spans = [place.get(row, (0, 0)) for row in self.rows]
-            logits, arrays = runner.step(
-                arrays,
-                self.part({row: p.ids for row, p in prompts.items()}, place),
-                np.array([first for first, _ in spans]),
-                np.array([stop - first for first, stop in spans]),
-                memory,
-                mask,
-                embeds,
-                first=self.first,
-                write_floor=np.array([self.work[row].write_floor if row in self.work else 0 for row in self.rows]),
-                layers=layers,
-                all_logits=all_logits,
-            )
-            if layers == "encoder":
-                continue
-            if all_logits:
-                logits = np.asarray(logits)
-            for i, row in enumerate(self.rows):
-                if row in place:
-                    own = logits[i, : place[row][1] - place[row][0]] if all_logits else logits
-                    pieces[row].append(own if all_logits or self.first is not None else logits[i : i + 1])
-        return {row: np.concatenate(own) if all_logits else own[-1] for row, own in pieces.items()}, arrays
 
 
 def prefill(
@@ -213,6 +67,7 @@ def prefill(
     floor = np.array([reading.split for reading in readings], np.int32)
     rows = len(cache.arrays.decoder_floor)
     cache.arrays = cache.arrays.replace(decoder_floor=runner.put(floor, rows))
+    window_floors = np.stack([np.zeros_like(floor), floor])
     prompts = prompts_of(runner, token_ids, lengths, images)
     work = {row: RowWork(*both) for row, both in enumerate(zip(prompts, readings, strict=True))}
     logits, arrays = read_rows(runner, cache, work, all_logits)
@@ -220,7 +75,9 @@ def prefill(
     if history is not None:
         history[:] = [history_after(runner, prompt) for prompt in prompts]
     lengths = np.asarray(lengths, np.int32)
-    cache = dataclasses.replace(cache, arrays=arrays, lengths=lengths, written=lengths, floor=floor)
+    cache = dataclasses.replace(
+        cache, arrays=arrays, lengths=lengths, written=lengths, floor=floor, window_floors=window_floors
+    )
     if all_logits:
         everything = np.full((batch, longest, config.vocab_size), np.nan, np.float32)
         for row, reading in enumerate(readings):
@@ -258,7 +115,7 @@ def resume(
 
     Args:
         cache: spent. row: the row that is overwritten.
-        prefix_pages: page ids of tokens 0 .. hit - 1: ceil(hit / 128) of them.
+        prefix_pages: page ids of tokens 0 .. hit - 1: ceil(hit / 128) of them. On a mesh, of a row on the same device.
         token_ids: int32 [n], the whole prompt, prefix included; n > hit. images: those of the prompt.
         own_pages: pages for the rest of the row up to max_len, in order; default: those that neither the prefix nor
             another row names, the row's present ones first. If the prefix fills its last page in part, that page may be
@@ -274,8 +131,6 @@ def resume(
     """
     config, n = runner.config, len(token_ids)
     check_mode("ced", config)
-    if runner.mesh is not None:
-        raise ValueError("resume: adopting a prefix is not part of this version on a mesh; prefill the whole prompt")
     width = config.sliding_window
     if not width < hit < n:
         raise ValueError(
@@ -289,9 +144,10 @@ def resume(
     prefix, shared = [int(p) for p in prefix_pages], hit // PAGE_TOKENS
     if len(prefix) != pages_for(hit):
         raise ValueError(f"a prefix of {hit} tokens has {pages_for(hit)} pages, {len(prefix)} are given")
-    tables = np.array(cache.peek().page_table)
-    pool, rest = jax.tree.leaves(cache.peek().index_key)[0].shape[1], tables.shape[1] - shared
-    present, others = tables[row].tolist(), set(np.delete(tables, row, axis=0).ravel().tolist())
+    tables, neighbours = cache.tables.copy(), runner.rows_of_device(cache.peek(), row)
+    neighbours = [other for other in neighbours if other != row and other < len(tables)]
+    pool, rest = _pages_of_device(runner, cache.peek()), tables.shape[1] - shared
+    present, others = tables[row].tolist(), set(tables[neighbours].ravel().tolist())
     if own_pages is None:
         open_page = [p for p in prefix[shared:] if p in present and p not in others]
         free = [p for p in dict.fromkeys([*present, *range(pool)]) if p not in others | set(prefix)]
@@ -311,7 +167,7 @@ def resume(
             "named once, and those for the rest by no other row"
         )
     # A row that wrote the shared pages, or shares them too, will not write them again.
-    sharing = {other: _shared_tokens(tables[other], prefix[:shared]) for other in range(len(tables)) if other != row}
+    sharing = {other: _shared_tokens(tables[other], prefix[:shared]) for other in neighbours}
     for other, tokens in sharing.items():
         if cache.lengths[other] < tokens:
             raise ValueError(
@@ -322,15 +178,22 @@ def resume(
     [prompt] = prompts_of(runner, np.asarray(token_ids)[None], np.array([n]), [list(images)])
     reading = Reading.of(config, "ced", n, hit)
     tables[row] = table
-    floors = [np.array(x) for x in (cache.arrays.encoder_floor, cache.arrays.decoder_floor)]
-    floors[0][row], floors[1][row] = reading.begin, reading.split
+    window_floors = cache.window_floors.copy()
+    window_floors[:, row] = reading.begin, reading.split
     arrays = cache.take()
+    rows = len(arrays.encoder_floor)
     if hit % PAGE_TOKENS and not in_place:
-        arrays = _copy_page(arrays, jnp.int32(prefix[-1]), jnp.int32(own[0]), config=config, numerics=runner.numerics)
+        copied = np.zeros((2, runner.row_shards), np.int32)  # other devices copy their page 0 onto itself
+        copied[:, row // (rows // runner.row_shards)] = prefix[-1], own[0]
+        source, target = (runner.put(x, runner.row_shards) for x in copied)
+        static = {"config": config, "numerics": runner.numerics, "mesh": runner.mesh}
+        arrays = _copy_page(arrays, source, target, **static)
     arrays = arrays.replace(
-        page_table=jnp.asarray(tables), encoder_floor=jnp.asarray(floors[0]), decoder_floor=jnp.asarray(floors[1])
+        page_table=runner.put(tables, rows),
+        encoder_floor=runner.put(window_floors[0], rows),
+        decoder_floor=runner.put(window_floors[1], rows),
     )
-    cache = dataclasses.replace(cache, arrays=arrays)
+    cache = dataclasses.replace(cache, arrays=arrays, tables=tables, window_floors=window_floors)
     logits, arrays = read_rows(runner, cache, {row: RowWork(prompt, reading, hit)}, all_logits)
     lengths, written, history = cache.lengths.copy(), cache.written.copy(), cache.history
     lengths[row] = written[row] = n
@@ -351,10 +214,27 @@ def _shared_tokens(table: np.ndarray, pages: list[int]) -> int:
     return int(np.cumprod(table[: len(pages)] == pages).sum()) * PAGE_TOKENS
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("arrays",))
-def _copy_page(arrays: CacheArrays, source: Array, target: Array, *, config: ModelConfig, numerics: Numerics):
-    main_kv, index_key = dict(arrays.main_kv), dict(arrays.index_key)
-    for ratio in source_ratios(config):
-        name, layout = f"r{ratio}", PageLayout.of(config, numerics, ratio)
-        main_kv[name], index_key[name] = layout.copy_page(main_kv[name], index_key[name], source, target)
+def _pages_of_device(runner: Runner, arrays: CacheArrays) -> int:
+    """Pages of the pools, on a mesh those of one device."""
+    return jax.tree.leaves(arrays.index_key)[0].shape[1] // runner.row_shards
+
+
+@functools.partial(jax.jit, static_argnames=("config", "numerics", "mesh"), donate_argnames=("arrays",))
+def _copy_page(
+    arrays: CacheArrays, source: Array, target: Array, *, config: ModelConfig, numerics: Numerics, mesh: Mesh | None
+) -> CacheArrays:
+    """Every device copies its page source[i] over its page target[i]."""
+
+    def copy(main_kv: dict, index_key: dict, source: Array, target: Array) -> tuple[dict, dict]:
+        main_kv, index_key = dict(main_kv), dict(index_key)
+        for ratio in source_ratios(config):
+            name, layout = f"r{ratio}", PageLayout.of(config, numerics, ratio)
+            main_kv[name], index_key[name] = layout.copy_page(main_kv[name], index_key[name], source[0], target[0])
+        return main_kv, index_key
+
+    if mesh is not None:
+        specs = sharding.cache_specs(arrays, sharding.layout_of(mesh))
+        pools, rows = (specs.main_kv, specs.index_key), sharded_step.ROWS
+        copy = jax.shard_map(copy, mesh=mesh, in_specs=(*pools, rows, rows), out_specs=pools, check_vma=False)
+    main_kv, index_key = copy(arrays.main_kv, arrays.index_key, source, target)
     return arrays.replace(main_kv=main_kv, index_key=index_key)

@@ -1,6 +1,7 @@
 """`load`: from a name or a folder to a `Model`."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib.resources
 import logging
@@ -92,7 +93,8 @@ def load(
     distributed.check_same(_facts(folder.name, config))
     if chosen.kernels:
         check_config(config, chosen.implementation)
-    where = {} if mesh is None else sharding.placement(config, chosen, mesh)
+    if mesh is not None:
+        sharding.check_layout(config, sharding.layout_of(mesh))
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     hasher, tables = None, {}
     if config.engram_layer_ids:
@@ -107,13 +109,13 @@ def load(
             tables = {layer: _table(source, layer, engram, chosen, hot, mesh) for layer in config.engram_layer_ids}
     total = sum(entry.nbytes for entry in source.entries.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {folder.name}", disable=total < _LARGE) as bar:
-        params = load_params(
+        read = load_params if mesh is None else functools.partial(sharding.restore, mesh=mesh)
+        params = read(
             source,
             chosen,
             engram=engram,
             expert_storage=expert_storage,
             progress=lambda done, _: bar.update(done - bar.n),
-            **where,
         )
     if chosen.kernels:
         params = pack_params(params, mesh)

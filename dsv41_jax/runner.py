@@ -17,7 +17,16 @@ from jax.sharding import Mesh
 
 from dsv41_jax import dspark, model, sharded_step, sharding
 from dsv41_jax.blocks import Params
-from dsv41_jax.cache import MAX_REWIND, Cache, CacheArrays, put_rows, take_rows, zero_arrays
+from dsv41_jax.cache import (
+    MAX_REWIND,
+    Cache,
+    CacheArrays,
+    page_tables,
+    pages_for,
+    put_rows,
+    take_rows,
+    zero_arrays,
+)
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import DEAD, EngramHasher
 from dsv41_jax.engram_prefetch import PrefetchingTable
@@ -156,12 +165,24 @@ class Runner:
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """An empty cache for `batch` rows of at most `max_len` tokens, each with pages of its own."""
-        zero = np.zeros(batch, np.int32)
         if self.mesh is not None:
             arrays = sharding.zero_cache(self.config, self.numerics, self.mesh, batch, max_len)
         else:
             arrays = zero_arrays(self.config, self.numerics, batch, max_len)
-        return Cache(arrays, zero, zero, self.empty_history(batch), max_len, self.numerics.name, zero)
+        zero = np.zeros(batch, np.int32)
+        tables = page_tables(len(arrays.encoder_floor), pages_for(max_len), self.row_shards)[:batch]
+        own = (tables, np.zeros((2, batch), np.int32))
+        return Cache(arrays, zero, zero, self.empty_history(batch), max_len, self.numerics.name, zero, *own)
+
+    @property
+    def row_shards(self) -> int:
+        """Devices among which the rows of a cache are split; pages count within each."""
+        return 1 if self.mesh is None else sharded_step.parallel_of(self.mesh).row_shards
+
+    def rows_of_device(self, arrays: CacheArrays, row: int) -> range:
+        """The rows of a cache that share a row's device."""
+        count = len(arrays.encoder_floor) // self.row_shards
+        return range(row // count * count, (row // count + 1) * count)
 
     def empty_history(self, batch: int) -> np.ndarray | None:
         """Id history of sequences that have not begun, long enough to rewind; None without Engram."""

@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.cache import CacheArrays, abstract_arrays, page_tables, pages_for, zero_arrays
 from dsv41_jax.checkpoint.names import flatten, name_map, nest
-from dsv41_jax.checkpoint.released import abstract_params
+from dsv41_jax.checkpoint.released import abstract_params, load_params
+from dsv41_jax.checkpoint.tensor_source import TensorSource
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.expert_parallel import expert_share
 from dsv41_jax.kernel_params import abstract_packed
 from dsv41_jax.layer_plan import source_ratios
+from dsv41_jax.mesh_layout import Layout, ShardingError, check_layout, layout_of
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.pages import PageLayout
 from dsv41_jax.parallel import AXES, CONTEXT, ROW_AXES, TENSOR, WEIGHT_BLOCK, Parallel
@@ -71,76 +72,6 @@ CACHE: dict[str, tuple[str | None, ...]] = {
     "encoder_floor": ("row",),
     "decoder_floor": ("row",),
 }
-
-
-class ShardingError(ValueError):
-    """A mesh that a model, a batch or an array cannot be spread over."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Sizes of the mesh axes; in text "DATAxCONTEXTxTENSOR"."""
-
-    data: int = 1
-    context: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.sizes) < 1:
-            raise ShardingError(f"mesh {self}: every axis needs at least one device")
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """In the order of the mesh axes."""
-        return self.data, self.context, self.tensor
-
-    @property
-    def devices(self) -> int:
-        """Devices of the mesh."""
-        return math.prod(self.sizes)
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self.sizes))
-
-    @classmethod
-    def parse(cls, text: str) -> "Layout":
-        """From "DATAxCONTEXTxTENSOR", e.g. "4x1x4"; ShardingError for anything else."""
-        parts = text.lower().split("x")
-        if len(parts) != 3 or not all(part.isdigit() for part in parts):
-            raise ShardingError(f"mesh {text!r}: give three sizes DATAxCONTEXTxTENSOR, e.g. 4x1x4")
-        return cls(*map(int, parts))
-
-    def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """A mesh over these devices, or over all of the default backend.
-
-        Raises:
-            ShardingError: more or fewer devices than the layout has places.
-        """
-        devices = jax.devices() if devices is None else list(devices)
-        if len(devices) != self.devices:
-            raise ShardingError(f"mesh {self} has {self.devices} places, but there are {len(devices)} devices")
-        return Mesh(np.array(devices).reshape(self.sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def layout_of(mesh: Mesh) -> Layout:
-    """The sizes of a mesh made by `Layout.mesh`; ShardingError for one with other axes."""
-    if tuple(mesh.axis_names) != AXES:
-        raise ShardingError(
-            f"the mesh has axes {tuple(mesh.axis_names)}; needed are {AXES}: make it with sharding.Layout(...).mesh()"
-        )
-    return Layout(*(mesh.shape[axis] for axis in AXES))
-
-
-def check_layout(config: ModelConfig, layout: Layout) -> None:
-    """Refuse a mesh that the model cannot be spread over: ShardingError saying why."""
-    heads, groups, tensor = config.num_attention_heads, config.o_groups, layout.tensor
-    if groups % tensor or heads % tensor or (heads * config.head_dim) % (tensor * WEIGHT_BLOCK):
-        raise ShardingError(
-            f"mesh {layout}: tensor={tensor} does not divide the model's {groups} groups of attention heads; "
-            f"use a divisor of {groups}"
-        )
-    if (config.o_lora_rank * groups) % (tensor * WEIGHT_BLOCK):
-        raise ShardingError(f"mesh {layout}: tensor={tensor} cuts through the blocks of 32 of wo_a")
 
 
 # Specs
@@ -271,18 +202,31 @@ def placed(mesh: Mesh, tree: Any, specs: Any) -> Any:
 
 
 def init(make: Callable[[jax.Array], dict], key: jax.Array, mesh: Mesh) -> dict:
-    """`make(key)`, a parameter pytree, made in place in its shards: no device ever holds a whole split array.
-
-    Its expert and Engram dimensions must be multiples of the devices.
+    """`make(key)`, a parameter pytree, made in its shards: no device ever holds a whole split array. Experts and Engram
+    rows are padded with zeros, as `padded_shape` says.
     """
-    specs = param_specs(jax.eval_shape(make, key), layout_of(mesh))
-    return jax.jit(make, out_shardings=shardings(mesh, specs))(key)
+    layout = layout_of(mesh)
+
+    def padded(key: jax.Array) -> dict:
+        leaves = {}
+        for path, leaf in flatten(make(key)):
+            shape = padded_shape(path, leaf.shape, layout, False)
+            leaves[path] = jax.numpy.pad(leaf, [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)])
+        return nest(leaves)
+
+    specs = param_specs(jax.eval_shape(padded, key), layout)
+    return jax.jit(padded, out_shardings=shardings(mesh, specs))(key)
+
+
+def restore(source: TensorSource, numerics: Numerics, mesh: Mesh, **options: Any) -> dict:
+    """`load_params` of a checked folder straight into shards: each process reads what its devices hold, and nothing
+    else. `options` are those of `load_params`.
+    """
+    return load_params(source, numerics, **placement(source.config, numerics, mesh), **options)
 
 
 def placement(config: ModelConfig, numerics: Numerics, mesh: Mesh) -> dict[str, Callable]:
-    """The arguments `placement` and `padded` of `checkpoint.released.load_params` that restore a model straight into
-    its shards: each process reads what its devices hold, and nothing else.
-    """
+    """The arguments `placement` and `padded` of `load_params` for a mesh."""
     layout = layout_of(mesh)
     check_layout(config, layout)
     whole = {path: (*leaf.stack, *leaf.shape) for path, leaf in name_map(config).leaves.items()}

@@ -46,6 +46,10 @@ def outputs(model: ds.Model, mode: str, everything: bool) -> dict[str, np.ndarra
         result["verify"], cache = model.decode(cache, random.integers(3, 499, (3, 5)).astype(np.int32))
         cache = cache.rewind(cache.lengths - 3)
         _, result["draft logits"], result["confidence"] = model.draft(cache, np.array([7, 8, 9], np.int32))
+    if everything and mode == "ced":  # row 1 goes on from what row 0 has read; on the mesh both are on one device
+        prompt = np.concatenate([ids[0, :40], ids[1, :20]])
+        result["resumed"], cache = model.resume(cache, 1, cache.pages(0)[:1], 40, prompt)
+        result["after"], cache = model.decode(cache, np.array([4, 5, 6], np.int32))
     return {name: np.asarray(value) for name, value in result.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from dsv41_jax import sharding
 from dsv41_jax.checkpoint.names import flatten, nest
+from dsv41_jax.config import load_config
 from dsv41_jax.engram import distant_rows
 from dsv41_jax.expert_parallel import round_capacity
 from dsv41_jax.moe import MoE
 from dsv41_jax.numerics import FLOAT32, RELEASED, Numerics
 from dsv41_jax.parallel import AXES, CONTEXT, ROW_AXES, Parallel
+from dsv41_jax.training.init import init_params
 from pallas_kernels import moe as moe_kernels
 
 HIDDEN, INTER, EXPERTS, TOPK = 64, 64, 8, 2
@@ -166,3 +169,24 @@ def engram_rows() -> None:
                 step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
                 got = np.asarray(jax.jit(step)(table, ids))
                 np.testing.assert_array_equal(got.view(np.uint8), table[ids].view(np.uint8), err_msg=str(parallel))
+
+
+def made_in_shards() -> None:
+    """Caches and parameters are made where they live, and are what one device makes."""
+    config = load_config(Path(__file__).parent.parent / "configs/tiny.py")
+    layout = sharding.Layout(2, 2, 2)
+    mesh = mesh_of(layout)
+    cache = sharding.zero_cache(config, RELEASED, mesh, 6, 256)
+    abstract = sharding.abstract_cache(config, RELEASED, mesh, 6, 256)
+    for leaf, wanted in zip(jax.tree.leaves(cache), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+    # Six rows on four devices: two each, the last two rows empty; page ids begin anew on every device.
+    assert np.asarray(cache.page_table).tolist() == 4 * [[0, 1], [2, 3]]
+    make = functools.partial(init_params, config)
+    params, whole = sharding.init(make, jax.random.key(0), mesh), dict(flatten(jax.jit(make)(jax.random.key(0))))
+    specs = dict(flatten(sharding.param_specs(params, layout)))
+    for path, leaf in flatten(params):
+        assert leaf.sharding.is_equivalent_to(sharding.shardings(mesh, specs[path]), leaf.ndim), path
+        unpadded = tuple(map(slice, whole[path].shape))  # of 664 Engram rows 660, of 8 draft experts 4
+        np.testing.assert_array_equal(np.asarray(leaf)[unpadded], whole[path], err_msg=str(path))
+        assert np.count_nonzero(leaf) == np.count_nonzero(whole[path]), path

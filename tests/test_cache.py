@@ -4,9 +4,6 @@ One small model with a source of each ratio, a candidate pool, Engram and a draf
 static length that is longer than its rings, so one step and one draft program are compiled.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -295,34 +292,3 @@ def test_released_cache_shapes():
     assert arrays.index_key["r2"]["scales"].shape == (3, pages // 2, 128)
     assert arrays.tail_values["r2"].shape == (3, 1, 1 + MAX_REWIND, config.head_dim)
     assert arrays.tail_gates["r2"].dtype == jnp.float32
-
-
-# --- sharding --------------------------------------------------------------------------------------------
-
-
-SHARDED = """
-import jax, numpy as np, sys
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from dsv41_jax import cache, numerics
-from dsv41_jax.config import load_config
-config = load_config(sys.argv[1])
-mesh = Mesh(np.array(jax.devices()).reshape(8), ("data",))
-specs = cache.abstract_arrays(config, numerics.RELEASED, 8, 256)
-place = lambda axis: lambda s: NamedSharding(mesh, P(*[None] * axis, "data") if s.shape[axis] % 8 == 0 else P())
-shardings = jax.tree.map(place(1), specs.replace(page_table=None, encoder_floor=None, decoder_floor=None))
-rows = {name: place(0)(getattr(specs, name)) for name in ("page_table", "encoder_floor", "decoder_floor")}
-shardings = shardings.replace(**rows)
-arrays = cache.sharded_arrays(config, numerics.RELEASED, 8, 256, shardings)
-whole = cache.zero_arrays(config, numerics.RELEASED, 8, 256)
-for a, b, s in zip(*map(jax.tree.leaves, (arrays, whole, shardings)), strict=True):
-    assert a.sharding == s and a.dtype == b.dtype
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-words = arrays.main_kv["r2"]["words"]
-assert {shard.data.shape[1] for shard in words.addressable_shards} == {words.shape[1] // 8}
-"""
-
-
-def test_a_cache_is_made_in_its_shards():
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    config = Path(__file__).parent.parent / "configs/tiny.py"
-    subprocess.run([sys.executable, "-c", SHARDED, str(config)], env=environment, check=True, timeout=300)

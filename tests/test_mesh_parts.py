@@ -7,6 +7,6 @@ import pytest
 from fake_devices import run_case
 
 
-@pytest.mark.parametrize("case", ["imbalance", "padding", "kernels", "engram_rows"])
+@pytest.mark.parametrize("case", ["imbalance", "padding", "kernels", "engram_rows", "made_in_shards"])
 def test_as_on_one_device(case):
     run_case("mesh_parts", case)

@@ -118,5 +118,7 @@ def test_layouts_and_devices():
     with pytest.raises(ShardingError, match="mesh 4x1x2 has 8 places, but there are 1 devices"):
         Layout(4, 1, 2).mesh(jax.devices()[:1])
     foreign = Mesh(jax.devices()[:1], ("x",))
-    with pytest.raises(ShardingError, match=r"axes \('x',\); needed are \('data', 'context', 'tensor'\)"):
+    with pytest.raises(
+        ShardingError, match=r"mesh: Mesh with axes \('x',\); needed are \('data', 'context', 'tensor'\)"
+    ):
         sharding.layout_of(foreign)
