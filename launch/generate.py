@@ -119,6 +119,9 @@ def run(flags: argparse.Namespace) -> None:
         for piece in itertools.chain(pieces, ["\n"]):
             out.write(piece)
             out.flush()
+        for layer, stats in model.engram_stats.items():
+            speed = f"{stats.lookups:,} lookups at {stats.lookups_per_second:,.0f}/s"
+            print(f"Engram layer {layer}: {speed}, {stats.prefetched:,} of {stats.asked:,} rows read ahead", file=notes)
 
 
 def main(argv: list[str] | None = None) -> None:

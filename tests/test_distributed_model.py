@@ -33,6 +33,7 @@ def text_of(tmp_path: Path, processes: int, devices: int, *flags: str) -> None:
     assert not any(PROMPT in each.out or expected in each.out for each in ended[1:])
     assert f"on {processes * devices} x cpu" in ended[0].err
     assert "loading demo" not in ended[1].err
+    assert ("Engram layer 0: " in ended[0].err) == ("--engram=device" not in flags)
 
 
 def test_two_processes_write_the_text_of_one(tmp_path):

@@ -89,7 +89,8 @@ class Report:
         vector: seconds of the vector unit's bound by kernel, where the schedule was read.
         left_out: kernels of which the bound of the vector unit has only a part: loops whose length depends on the data
             count once. Of a decode step's index kernels the rest is estimated (`static_bundles.INDEX_BUNDLES`).
-        host_memory: peak bytes of the process that compiled.
+        host_memory: peak bytes of the process that compiled. processor_seconds: that it took, on all cores together:
+            where other programs run beside it, they say more than the time.
     """
 
     request: Request
@@ -110,6 +111,7 @@ class Report:
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
     host_memory: int = 0
+    processor_seconds: float = 0.0
     error: str = ""
 
     @property

@@ -66,8 +66,8 @@ def full(report: Report) -> str:
     if report.bounds and report.bounds.vector is None and machine.tpu:
         lines += ["The vector unit's bound needs --schedule: unpacking FP4 and FP8 weights often binds there.", ""]
     lines.append(
-        f"traced in {report.trace_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s, "
-        f"{size(report.host_memory)} of host memory at most"
+        f"traced in {report.trace_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s "
+        f"({report.processor_seconds:.0f} s of processors), {size(report.host_memory)} of host memory at most"
     )
     return "\n".join(lines)
 
@@ -182,7 +182,7 @@ def table(reports: Sequence[Report]) -> str:
             "binds",
             "tokens/s <=",
             "kernels/Reuse",
-            "compile s",
+            "compile s (CPU)",
             "host GB",
         ),
     )
@@ -209,7 +209,7 @@ def _row(report: Report) -> list[str]:
     return [
         *row,
         "" if each is None else f"{each:.0f}",
-        f"{report.trace_seconds + report.compile_seconds:.0f}",
+        f"{report.trace_seconds + report.compile_seconds:.0f} ({report.processor_seconds:.0f})",
         f"{report.host_memory / GB:.1f}",
     ]
 

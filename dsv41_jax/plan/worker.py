@@ -212,9 +212,11 @@ def _reason(error: Exception) -> str:
 
 
 def _spent(since: float) -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "compile_seconds": time.perf_counter() - since,
-        "host_memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "host_memory": 1024 * used.ru_maxrss,
+        "processor_seconds": used.ru_utime + used.ru_stime,
     }
 
 
