@@ -168,7 +168,7 @@ class LayerByLayer:
 
         image_mask = padded(mask)
         embeds = None if embeds is None else padded(embeds)
-        x = assembly.embed(params, numerics, padded(token_ids[None]), image_mask, embeds)
+        x = assembly.embed(config, numerics, params, padded(token_ids[None]), image_mask, embeds)
         x = jnp.broadcast_to(x[:, :, None], (1, self.block, config.hc_mult, config.hidden_size))
         pre = hc.identity_mix((1, self.block), config.hc_mult)
         selection = jnp.full((1, self.block, config.index_topk), -1, jnp.int32)

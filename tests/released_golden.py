@@ -58,7 +58,7 @@ def run_on_recorded_input(model: ds.Model, layer) -> dict[str, np.ndarray]:
     elif number:
         x = padded(g[f"ref.block{number - 1}.out"])
     else:
-        embedded = np.asarray(embed(model.params, numerics, prompt("mid")[0], None, None))
+        embedded = np.asarray(embed(config, numerics, model.params, prompt("mid")[0], None, None))
         x = padded(np.repeat(embedded[:, None], config.hc_mult, axis=1))
     pre = padded(g[f"ref.block{number - 1}.pre_mix"]) if number else identity_mix((1, BLOCK), config.hc_mult)
     source = max((s for s in config.index_source_layer_ids if s <= number), default=None)

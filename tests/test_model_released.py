@@ -127,7 +127,7 @@ def test_a_row_does_not_depend_on_its_neighbours(model):
 
 def test_image(model):
     g, ids, numerics = recording("image"), prompt("image"), model._runner.numerics
-    embedded = embed(model.params, numerics, ids, None, None)
+    embedded = embed(model.config, numerics, model.params, ids, None, None)
     merged = np.asarray(merge_images(model.params, embedded, [image_inputs()], model.config, numerics))
     image = g["token_types"] >= 0
     np.testing.assert_array_equal(merged[0, ~image], g["ref.embed"][~image])

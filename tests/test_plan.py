@@ -128,6 +128,8 @@ def test_what_follows_from_a_report():
     assert report.traffic.total == 28 and report.traffic.weights == 6 and report.traffic.cache == 22
     assert report.fits and report.bounds.binding == "hbm" and report.tokens_per_second == 64 / 1e-3
     assert not made_report(left=-1).fits and "DOES NOT FIT" in text.full(made_report(left=-1))
+    training = dataclasses.replace(report, weighted=None)
+    assert "by arithmetic" in text.full(report) and "by arithmetic" not in text.full(training)
     broken = dataclasses.replace(report, bounds=None, memory=None, error="Ran out of memory")
     assert not broken.fits and "does not compile: Ran out" in text.full(broken) and "| no " in text.table([broken])
 

@@ -54,11 +54,10 @@ def full(report: Report) -> str:
     if report.flops:
         parts = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in report.flops.items() if count)
         lines += [f"GFLOP a device: {parts} (by the precision that the release multiplies in)"]
-        program, arithmetic = report.weighted
-        lines += [
-            f"weighted GFLOP a token: {program / 1e9:.2f} in the program, {arithmetic / 1e9:.2f} by arithmetic",
-            "",
-        ]
+        if report.weighted:
+            program, arithmetic = (count / 1e9 for count in report.weighted)
+            lines += [f"weighted GFLOP a token: {program:.2f} in the program, {arithmetic:.2f} by arithmetic"]
+        lines.append("")
     if report.memory:
         lines += [*_collectives(report), "", *_kernels(report), ""]
     if report.bounds:
