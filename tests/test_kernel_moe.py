@@ -184,7 +184,7 @@ def test_products_are_exact(height: int) -> None:
     groups = group_rows(jnp.zeros((k, 1), jnp.int32), 1, height)
     got = tpu._call(
         tpu._down, x, (packed,), None, groups=groups._replace(expert=groups.expert[: k // height]), layer=0,
-        interpret=True, name="exact",
+        tiles=k // height, interpret=True, name="exact",
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(got, np.float32), want)
 

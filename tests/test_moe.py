@@ -97,19 +97,22 @@ def test_the_bias_is_no_part_of_the_weight():
 @functools.cache
 def one_expert() -> dict[str, jax.Array]:
     """Expert 2 alone on all tokens, and wrong without its clamps."""
-    leaves = jax.tree.map(lambda w: jnp.asarray(w[2]), params()["experts"])
+    leaves = jax.tree.map(lambda w: jnp.asarray(w[2:3]), params()["experts"])
+
+    def tile(bound, rows, weight):
+        return bound._expert_tiles(rows[None], leaves, weight[None], jnp.zeros(1, jnp.int32))[0]
 
     @jax.jit
     def run(rows, weight):
         rows = quant.fake_q8(rows)
-        matmuls = [moe.project_rows(rows, moe.weight_matrix(leaves[w], RELEASED, "fp4")) for w in ("w1", "w3")]
+        matmuls = [moe.project_rows(rows, moe.weight_matrix(leaves[w], RELEASED, "fp4")[0]) for w in ("w1", "w3")]
         bound = module().bind({})
         return {
             "w1_out": RELEASED.round(matmuls[0]),
             "w3_out": RELEASED.round(matmuls[1]),
-            "out_unweighted": bound._expert(rows, leaves, None, "fp4"),
-            "out_weighted": bound._expert(rows, leaves, weight, "fp4"),
-            "unclamped": module().clone(limit=0.0).bind({})._expert(rows, leaves, weight, "fp4"),
+            "out_unweighted": tile(bound, rows, jnp.ones_like(weight)),
+            "out_weighted": tile(bound, rows, weight),
+            "unclamped": tile(module().clone(limit=0.0).bind({}), rows, weight),
         }
 
     return run(X.reshape(-1, HIDDEN), GOLD["expert2.route_w"])
@@ -131,7 +134,8 @@ def test_clamps_and_an_early_weight_matter():
 
 def test_the_shared_expert_equals_golden():
     leaves = jax.tree.map(jnp.asarray, params()["shared_experts"])
-    run = jax.jit(lambda rows: module().bind({})._expert(quant.fake_q8(rows), leaves, None, "fp8"))
+    bound = module().bind({"params": {"shared_experts": leaves}})
+    run = jax.jit(lambda rows: bound._shared(quant.fake_q8(rows)))
     assert_close(run(X.reshape(-1, HIDDEN)), GOLD["shared.out"])
 
 
