@@ -30,6 +30,18 @@ _LEAST_CAPACITY = 8
 Compute = Callable[[Array, Array, Array, int], Array]
 
 
+def check_dispatch(dispatch: str | None, platform: str, device_kind: str) -> None:
+    """Refuse a dispatch that devices of a kind do not have: ValueError saying which they have."""
+    if dispatch is None:
+        return
+    if dispatch not in DISPATCHES:
+        raise ValueError(f"dispatch={dispatch!r} is unknown; choose one of {', '.join(DISPATCHES)}")
+    if dispatch == "ragged" and (platform == "cpu" or "v5 lite" in device_kind or "v5e" in device_kind):
+        raise ValueError(
+            f'dispatch="ragged": {device_kind} has no ragged all-to-all; use "all_to_all", or leave it out'
+        )
+
+
 def expert_share(n_experts: int, devices: int) -> int:
     """Experts of a device, padding included."""
     return -(-n_experts // devices)

@@ -25,6 +25,7 @@ from dsv41_jax.engram_hash import EngramHasher
 from dsv41_jax.engram_layout import engram_layout
 from dsv41_jax.engram_prefetch import PrefetchingTable
 from dsv41_jax.engram_share import EngramShare, own_range
+from dsv41_jax.expert_parallel import check_dispatch
 from dsv41_jax.generate import Model
 from dsv41_jax.kernel_params import check_config, pack_params
 from dsv41_jax.runner import Runner
@@ -49,6 +50,7 @@ def load(
     implementation: str = "auto",
     revision: str | None = None,
     engram_hot_bytes: int | None = None,
+    dispatch: str | None = None,
 ) -> Model:
     """Load a model.
 
@@ -70,6 +72,8 @@ def load(
         revision: of a hub id: a branch, tag or commit.
         engram_hot_bytes: memory for the hot rows of each Engram table that is read from the file; default 256 MiB, and
             0 for tables in host memory, which need none.
+        dispatch: on a mesh, how tokens reach experts: "gather", "all_to_all" or "ragged" (see `expert_parallel`); None:
+            "gather" for few tokens, "all_to_all" for many.
 
     Returns:
         the `Model`.
@@ -86,6 +90,9 @@ def load(
     chosen = chosen.computed_by(_implementation(implementation, chosen))
     if mesh is not None:
         sharding.layout_of(mesh)
+        check_dispatch(dispatch, mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
+    elif dispatch is not None:
+        raise ValueError(f"dispatch={dispatch!r}: experts are exchanged on a mesh only; give one, or leave it out")
     check_choices(engram, expert_storage)  # before anything is downloaded or read
     folder = _find(path, revision)
     source = open_folder(folder)
@@ -119,7 +126,7 @@ def load(
         )
     if chosen.kernels:
         params = pack_params(params, mesh)
-    return Model(Runner(config, chosen, params, hasher, tables, mesh), tokenizer)
+    return Model(Runner(config, chosen, params, hasher, tables, mesh, dispatch), tokenizer)
 
 
 def _table(

@@ -58,7 +58,7 @@ def counted(function: Callable) -> Callable:
     return traced
 
 
-_STATIC = ("config", "numerics", "layers", "all_logits", "mesh", "rows")
+_STATIC = ("config", "numerics", "layers", "all_logits", "mesh", "rows", "dispatch")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("arrays",))
@@ -81,6 +81,7 @@ def _extend(
     all_logits: bool,
     mesh: Mesh | None,
     rows: int | None,
+    dispatch: str | None,
 ) -> tuple[Array | None, CacheArrays]:
     """`model.extend` of all rows, or of as many as the inputs have, from row `first` (int32 scalar) on.
 
@@ -88,7 +89,7 @@ def _extend(
     """
     if mesh is not None:
         inputs = (token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor)
-        options = {"layers": layers, "all_logits": all_logits}
+        options = {"layers": layers, "all_logits": all_logits, "dispatch": dispatch}
         logits, arrays = sharded_step.extend(mesh, config, numerics, params, arrays, *inputs, **options)
         return sharded_step.replicated(mesh, logits, rows), arrays
     step = functools.partial(model.extend, config, numerics, params, layers=layers, all_logits=all_logits)
@@ -143,6 +144,7 @@ class Runner:
         On accelerators both are larger: small steps would leave them idle.
         mesh: devices that the model is spread over, or None. On a mesh every step runs all rows of a cache together,
             which is padded to a multiple of the devices that share rows.
+        dispatch: on a mesh, how tokens reach experts; see `expert_parallel`.
     """
 
     prefill_block: int = 64
@@ -156,9 +158,10 @@ class Runner:
         hasher: EngramHasher | None,
         tables: Mapping[int, PrefetchingTable | EngramShare],
         mesh: Mesh | None = None,
+        dispatch: str | None = None,
     ):
         self.config, self.numerics, self.params = config, numerics, params
-        self.hasher, self.tables, self.mesh = hasher, dict(tables), mesh
+        self.hasher, self.tables, self.mesh, self.dispatch = hasher, dict(tables), mesh, dispatch
         self._send = None if mesh is None else PartSender(mesh)
         if numerics.implementation in ("tpu", "gpu"):
             self.prefill_block, self.decode_rows = 512, 64
@@ -227,6 +230,7 @@ class Runner:
             all_logits=all_logits or (token_ids.shape[1] == 1 and layers == "all"),  # one program less
             mesh=self.mesh,
             rows=rows if self.mesh is not None else None,
+            dispatch=self.dispatch,
         )
         return self.local(logits), arrays
 

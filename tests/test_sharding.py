@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+import dsv41_jax as ds
 from dsv41_jax import placement_table, sharding
 from dsv41_jax.checkpoint.names import flatten
 from dsv41_jax.config import load_config
+from dsv41_jax.expert_parallel import check_dispatch
 from dsv41_jax.numerics import RELEASED
 from dsv41_jax.parallel import AXES
 from dsv41_jax.sharding import Layout, ShardingError
@@ -122,3 +124,19 @@ def test_layouts_and_devices():
         ShardingError, match=r"mesh: Mesh with axes \('x',\); needed are \('data', 'context', 'tensor'\)"
     ):
         sharding.layout_of(foreign)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "platform", "kind", "message"),
+    [
+        ("fast", "tpu", "TPU v5", "'fast' is unknown; choose one of gather, all_to_all, ragged"),
+        ("ragged", "cpu", "cpu", "cpu has no ragged all-to-all"),
+        ("ragged", "tpu", "TPU v5 lite", "TPU v5 lite has no ragged all-to-all"),
+    ],
+)
+def test_exchanges_that_devices_do_not_have(dispatch, platform, kind, message):
+    check_dispatch("ragged", "tpu", "TPU v6 lite")
+    with pytest.raises(ValueError, match=message):
+        check_dispatch(dispatch, platform, kind)
+    with pytest.raises(ValueError, match="on a mesh only"):
+        ds.load("demo", dispatch="gather")
