@@ -15,36 +15,45 @@ from dsv41_jax.checkpoint.names import flatten
 from dsv41_jax.training.step import backbone_step, new_state
 from processes import ROOT, Run, free_coordinator, start
 from spread_training import CONFIG, NUMERICS, OPTIMIZER, make_params, numbers, windows
+from text_model import write_text_model
 
 PROMPT = "The harbour"
 
 
-def text_of(tmp_path: Path, processes: int, devices: int, *flags: str) -> None:
+def text_of(tmp_path: Path, model: str, processes: int, devices: int, *flags: str) -> None:
     """launch/generate.py in several processes prints, once, the text of one."""
     where = free_coordinator()
-    common = ["--numerics=float32", "--temperature=0", "--max_new_tokens=6", f"--prompt={PROMPT}", *flags]
+    common = [f"--model={model}", "--numerics=float32", "--temperature=0", "--max_new_tokens=6", f"--prompt={PROMPT}"]
     command = [str(ROOT / "launch/generate.py"), f"--coordinator={where}", f"--processes={processes}"]
-    commands = [[*command, f"--process={i}", *common] for i in range(processes)]
+    commands = [[*command, f"--process={i}", *common, *flags] for i in range(processes)]
     with Run(commands, tmp_path, devices) as run:
         ended = run.all_well(240)
-    expected = ds.load("demo", numerics="float32").generate(PROMPT, max_new_tokens=6, temperature=0)
+    expected = ds.load(model, numerics="float32").generate(PROMPT, max_new_tokens=6, temperature=0)
     # The library that connects CPUs writes to the same output, after the prompt.
     assert ended[0].out.startswith(PROMPT) and ended[0].out.endswith(expected + "\n")
     assert not any(PROMPT in each.out or expected in each.out for each in ended[1:])
     assert f"on {processes * devices} x cpu" in ended[0].err
-    assert "loading demo" not in ended[1].err
+    assert f"loading {model}" in ended[0].err and f"loading {model}" not in ended[1].err
     assert ("Engram layer 0: " in ended[0].err) == ("--engram=device" not in flags)
 
 
 def test_two_processes_write_the_text_of_one(tmp_path):
     """The tensor group lies across the processes; each owns half of the rows of the Engram tables."""
-    text_of(tmp_path, 2, 1, "--mesh=1x1x2", "--engram=mmap")
+    write_text_model(tmp_path / "model", o_groups=2)
+    text_of(tmp_path, str(tmp_path / "model"), 2, 1, "--mesh=1x1x2", "--engram=mmap")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--mesh=2x2x2", "--engram=device"], ["--mesh=2x2x2", "--engram=host"]])
-def test_four_processes_write_the_text_of_one(tmp_path, flags):
-    text_of(tmp_path, 4, 2, *flags)
+@pytest.mark.parametrize(
+    ("processes", "devices", "flags"),
+    [
+        (2, 1, ["--mesh=2x1x1", "--engram=mmap"]),
+        (4, 2, ["--mesh=2x2x2", "--engram=device"]),
+        (4, 2, ["--mesh=2x2x2", "--engram=host"]),
+    ],
+)
+def test_processes_write_the_demo_models_text(tmp_path, processes, devices, flags):
+    text_of(tmp_path, "demo", processes, devices, *flags)
 
 
 SCRIPT = """

@@ -86,12 +86,12 @@ exit $code
 def test_slurm_processes_find_each_other(tmp_path):
     tool(tmp_path, "srun", SRUN)
     variables = {"PYTHON": sys.executable, "SLURM_JOB_ID": str(os.getpid()), "SLURM_SUBMIT_DIR": str(ROOT)}
-    done = script("slurm.sh", "generate.py", *FLAGS, "--model=/nowhere", path=tmp_path, **variables)
+    done = script("slurm.sh", "generate.py", *FLAGS, "--mesh=1x1x2", "--model=/nowhere", path=tmp_path, **variables)
     assert done.returncode == 1
     for i in range(2):
         assert f"process {i} (" in done.stderr
     assert done.stderr.count("all 2 processes are here") == 2
-    assert done.stderr.count("generate: /nowhere: no such folder") == 2
+    assert "generate: /nowhere: no such folder" in done.stderr
     assert script("slurm.sh", path=tmp_path).returncode == 2
 
 

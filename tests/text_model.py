@@ -54,7 +54,9 @@ def text_config() -> dict[str, Any]:
     return config | {"image_token_id": vocab - 2}
 
 
-def write_text_model(folder: Path, seed: int = 0) -> None:
-    """`config.json`, `model.safetensors` and `tokenizer.json` in `folder`."""
-    write_model(folder, text_config(), seed)
+def write_text_model(folder: Path, seed: int = 0, **changes: int) -> None:
+    """`config.json`, `model.safetensors` and `tokenizer.json` in `folder`; `changes` of the text configuration."""
+    config = text_config()
+    config["text_config"] |= changes
+    write_model(folder, config, seed)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
