@@ -6,7 +6,6 @@ Everything is counted as often as it runs: bodies of loops times their trips. XL
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 from dsv41_jax.hlo_text import Computation, Instruction, loop_trips, parse
 
@@ -38,7 +37,7 @@ class Collective:
         bytes: of its largest side on one device: an all-gather's result, a reduce-scatter's operand.
         group: devices that take part together. groups: their numbers in the mesh, a list for each group; empty when
             the program names pairs only.
-        times: how often it runs; at least so often where `at_least`.
+        times: how often it runs. at_least: it stands in a loop whose trips the data decides, which count as none.
         overlapped: kernels between its start and its end; None where it is not asynchronous.
     """
 
@@ -73,8 +72,8 @@ class Loop:
     """The program's entry, or the body of a loop.
 
     Attributes:
-        trips: iterations, None where the data decides. times: how often the body runs in all (as if once where a
-            number is not known). depth: 0 for the entry.
+        trips: iterations, None where the data decides. times: how often the body runs in all; a number of trips that is
+            not known counts as none. depth: 0 for the entry.
         kernels: "fusion", "custom-call" and "collective": what one iteration launches, outside of inner loops.
         others: operations left to instructions of their own, by name (copies, sorts).
         custom: names of the kernels called.
@@ -98,7 +97,7 @@ class CompiledProgram:
     Attributes:
         computations: the parsed text. entry: the outermost `Loop`. loops: all of them, the entry first.
         collectives, moves: as they stand in the text.
-        unknown_loops: loops whose trips the text does not tell: they are counted once.
+        unknown_loops: loops whose trips the text does not tell: what is in them counts as not run.
     """
 
     def __init__(self, text: str):
@@ -131,7 +130,7 @@ class CompiledProgram:
             if operation == "while":
                 trips = loop_trips(self.computations, body, instruction)
                 inner = self.computations[instruction.attribute("body")]
-                loop.inner.append(self._loop(inner, trips, loop.times * (trips or 1), loop.depth + 1, at_least))
+                loop.inner.append(self._loop(inner, trips, loop.times * (trips or 0), loop.depth + 1, at_least))
             elif operation == "conditional":
                 self._walk(self._dearest(instruction), loop, at_least)
             elif operation == "call":
@@ -245,13 +244,18 @@ class CompiledProgram:
         """Moves of so many bytes or more, the largest first."""
         return sorted((m for m in self.moves if m.bytes >= at_least), key=lambda m: -m.bytes * m.times)
 
-    def layer_loops(self, attention: str = "sparse_attention", experts: str = "moe_down") -> Iterator[Loop]:
+    def layer_loops(self, attention: str = "sparse_attention", experts: str = "moe_down") -> list[Loop]:
         """Loops over layers that attend and route but neither score nor write entries: Reuse layers."""
-        for loop in self.loops:
-            names = loop.custom
-            scores = any("index" in name or "select" in name or "main_entries" in name for name in names)
-            if loop.depth and attention in names and experts in names and not scores:
-                yield loop
+
+        def names(loop: Loop) -> set[str]:
+            return set(loop.custom).union(*map(names, loop.inner))
+
+        def layers(loop: Loop) -> bool:
+            return {attention, experts} <= names(loop) and not any(map(layers, loop.inner))
+
+        found = [loop for loop in self.loops if loop.depth and layers(loop)]
+        other = ("index", "select", "candidate", "main_entries")
+        return [loop for loop in found if not any(part in name for name in names(loop) for part in other)]
 
     def kernels_per_reuse_layer(self) -> float | None:
         """Kernels (fusions, custom calls, collectives) of a Reuse layer, the mean over them; None where none is in a
@@ -259,9 +263,9 @@ class CompiledProgram:
         """
 
         def launches(loop: Loop) -> int:
-            return loop.kernels.total() + sum((inner.trips or 1) * launches(inner) for inner in loop.inner)
+            return loop.kernels.total() + sum((inner.trips or 0) * launches(inner) for inner in loop.inner)
 
-        loops = list(self.layer_loops())
+        loops = self.layer_loops()
         if not loops:
             return None
         return sum(loop.times * launches(loop) for loop in loops) / sum(loop.times for loop in loops)

@@ -85,7 +85,7 @@ class Report:
             as the report's Figure 2, and the same by the arithmetic of `accounting` (not for training).
         kernels: launched in a step.
         moves: (operation, name, bytes, times) of large instructions that only move data.
-        unknown_loops: loops whose trips the data decides, counted once.
+        unknown_loops: loops whose trips the data decides: what is in them counts as not run.
         vector: seconds of the vector unit's bound by kernel, where the schedule was read.
         left_out: kernels of which the bound of the vector unit has only a part: loops whose length depends on the data
             count once. Of a decode step's index kernels the rest is estimated (`static_bundles.INDEX_BUNDLES`).

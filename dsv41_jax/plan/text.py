@@ -120,7 +120,7 @@ def _collectives(report: Report) -> list[str]:
     ]
     more = len(report.collectives) - _SHOWN_COLLECTIVES
     return [
-        "collectives of a step (+: in a loop whose trips the data decides, counted once)",
+        "collectives of a step (+: and in loops whose trips the data decides, which count as none)",
         markdown(heads, rows),
         *([f"and {more} kinds more"] if more > 0 else []),
     ]
@@ -139,7 +139,7 @@ def _kernels(report: Report) -> list[str]:
     ]
     lines.append(markdown(("loop", "runs", "fusions", "custom calls", "collectives", "other operations"), rows))
     if report.unknown_loops:
-        lines.append(f"{report.unknown_loops} loops run as often as the data asks; they are counted once")
+        lines.append(f"{report.unknown_loops} loops run as often as the data asks; they count as none")
     if report.moves:
         lines.append("large instructions that only move data:")
         lines += [
