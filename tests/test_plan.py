@@ -198,9 +198,11 @@ def test_bundles_of_equal_instructions_and_of_touched_experts():
         "experts": schedule.Program("experts", 9, [grid], cores=2),
     }
     program = CompiledProgram(HLO)
-    cycles, partly = static_bundles.Schedule(programs).cycles(program, 5.5, {"moe_down": 4})
+    found, few, many = static_bundles.Schedule(programs), *(static_bundles.ExpertLoad(5.5, n) for n in (7, 80))
+    cycles, partly = found.cycles(program, few, {"moe_down": 4})
     assert cycles == {"fusions": 100 + 100, "moe_down": 9 + 4 * 5.5 / 2 * 100} and partly == ("other",)
-    cycles, partly = static_bundles.Schedule(programs).cycles(program, 5.5, {})
+    assert found.cycles(program, many, {"moe_down": 4})[0]["moe_down"] == 9 + 4 * (80 / 8) / 2 * 100
+    cycles, partly = found.cycles(program, few, {})
     assert cycles["moe_down"] == 9 + 100 and partly == ("moe_down", "other")
 
 

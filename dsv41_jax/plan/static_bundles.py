@@ -24,6 +24,15 @@ _ELSEWHERE = ("call-start", "async-start", "copy-start", "slice-start")  # on th
 FUSIONS, OTHERS = "fusions", "other operations"
 INDEX = "index scores and selection"
 _EXPERTS = ("moe_gate_up", "moe_down")
+_TILES = re.compile(r"\[\d+,(\d+),\d+\]")  # tiles, rows of a tile, columns
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLoad:
+    """What the experts of a device are expected to get in a layer: experts that are touched, (token, slot) rows."""
+
+    touched: float
+    rows: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +42,16 @@ class Schedule:
     programs: dict[str, schedule.Program]
 
     def cycles(
-        self, program: CompiledProgram, touched: float, steps: dict[str, int]
+        self, program: CompiledProgram, load: ExpertLoad, steps: dict[str, int]
     ) -> tuple[dict[str, float], tuple[str, ...]]:
         """Bundles that a core works on in a step, by kernel (FUSIONS and OTHERS are the compiler's), and the kernels of
         which only a part is in it.
 
-        The grid of an expert kernel goes over tiles of rows, of which there is one for each touched expert at least; it
-        counts so many. Other loops whose length depends on the data count once.
+        The grid of an expert kernel goes over tiles of rows: one for each touched expert at least, and enough for all
+        rows. Other loops whose length depends on the data count once.
 
         Args:
-            touched: experts of a device that a step is expected to touch.
-            steps: see `static_steps`.
+            load: what a device's experts get in a layer. steps: see `static_steps`.
         """
         same, made = Fingerprints(program.computations), {}
         for computation in program.computations.values():
@@ -59,7 +67,7 @@ class Schedule:
                 if found is None:
                     partly.add(_base(instruction))
                     continue
-                bundles, whole = _bundles(instruction, found, touched, steps)
+                bundles, whole = _bundles(instruction, found, load, steps)
                 if not whole:
                     partly.add(_base(instruction))
                 total[_kind(instruction)] += loop.times * bundles
@@ -67,13 +75,15 @@ class Schedule:
 
 
 def _bundles(
-    instruction: Instruction, program: schedule.Program, touched: float, steps: dict[str, int]
+    instruction: Instruction, program: schedule.Program, load: ExpertLoad, steps: dict[str, int]
 ) -> tuple[float, bool]:
     """Bundles of a call on one core, and whether all are in it."""
     name = instruction.kernel if instruction.operation == "custom-call" else ""
     if name in _EXPERTS and name in steps and len(program.loops) == 1:
         [grid] = program.loops
-        return program.straight + steps[name] * touched / program.cores * (grid.own + _once(grid.inner)), True
+        height = int(_TILES.search(instruction.shape).group(1))
+        tiles = max(load.touched, load.rows / height)
+        return program.straight + steps[name] * tiles / program.cores * (grid.own + _once(grid.inner)), True
     try:
         return program.bundles(), True
     except ValueError:

@@ -97,11 +97,12 @@ class PlannedStep:
 
     def cycles(self, program: CompiledProgram, folder: Path) -> tuple[dict[str, float], tuple[str, ...]]:
         """Bundles of a core in a step by kernel, from the schedules in a folder; see `static_bundles`."""
-        request, config = self.request, self.config
-        tokens = request.batch * request.tokens
-        touched = accounting.touched_experts(config.n_routed_experts, config.num_experts_per_tok, tokens)
+        request, config, devices = self.request, self.config, self.machine.devices
+        tokens, chosen = request.batch * request.tokens, config.num_experts_per_tok
+        touched = accounting.touched_experts(config.n_routed_experts, chosen, tokens)
+        load = static_bundles.ExpertLoad(touched / devices, tokens * chosen / devices)
         steps = static_bundles.static_steps(self.traced.jaxpr)
-        cycles, partly = static_bundles.read(folder).cycles(program, touched / self.machine.devices, steps)
+        cycles, partly = static_bundles.read(folder).cycles(program, load, steps)
         if request.phase == "decode":
             index = static_bundles.index_cycles(config, self.machine, request.rows, request.context)
             cycles = cycles | {static_bundles.INDEX: index}
