@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -27,6 +28,9 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
 
 from dsv41_jax.cluster import Cluster, find_cluster
 from dsv41_jax.roll_call import RollCall
@@ -123,6 +127,28 @@ def initialize(
     global _here
     _here = here
     return here
+
+
+def connect(mesh: Mesh) -> None:
+    """Check that all processes have the same mesh, and let CPUs connect now, while the processes are at one point.
+
+    They would connect at the first exchange between the same devices and wait only 30 s for each other, less than one
+    process may compile longer than another. Nothing happens in a process that is alone.
+    """
+    if jax.process_count() == 1:
+        return
+    check_same({"the mesh": [dict(mesh.shape), [device.id for device in mesh.devices.flat]]})
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    names = mesh.axis_names
+    several = [name for name in names if mesh.shape[name] > 1]
+    groups = [axes for n in range(1, len(several) + 1) for axes in itertools.combinations(several, n)]
+    step = jax.shard_map(
+        lambda x: [jax.lax.psum(x, axes) for axes in groups], mesh=mesh, in_specs=Spec(names), out_specs=Spec(names)
+    )
+    where = NamedSharding(mesh, Spec(names))
+    ones = jax.make_array_from_callback((mesh.size,), where, lambda _: np.ones(1, np.float32))
+    jax.block_until_ready(jax.jit(step)(ones))
 
 
 def check_same(facts: Mapping[str, Any]) -> None:

@@ -90,6 +90,7 @@ def load(
     chosen = chosen.computed_by(_implementation(implementation, chosen))
     if mesh is not None:
         sharding.layout_of(mesh)
+        distributed.connect(mesh)
         check_dispatch(dispatch, mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
     elif dispatch is not None:
         raise ValueError(f"dispatch={dispatch!r}: experts are exchanged on a mesh only; give one, or leave it out")

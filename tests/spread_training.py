@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dsv41_jax import sharding
+from dsv41_jax import distributed, sharding
 from dsv41_jax.checkpoint.names import flatten
 from dsv41_jax.numerics import FLOAT32
 from dsv41_jax.training.step import backbone_step, new_state, spread_batch, state_shardings
@@ -31,6 +31,7 @@ def numbers(metrics: dict) -> dict[str, float]:
 
 def train(mesh: Mesh, result: str | None) -> None:
     """Train, check that everything stays where the rules put it, and write parameters and metrics to a file."""
+    distributed.connect(mesh)
     params = make_params()
     where = state_shardings(params, OPTIMIZER, mesh)
     put = jax.tree.map(

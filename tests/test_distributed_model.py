@@ -29,8 +29,7 @@ def text_of(tmp_path: Path, model: str, processes: int, devices: int, *flags: st
     with Run(commands, tmp_path, devices) as run:
         ended = run.all_well(240)
     expected = ds.load(model, numerics="float32").generate(PROMPT, max_new_tokens=6, temperature=0)
-    # The library that connects CPUs writes to the same output, after the prompt.
-    assert ended[0].out.startswith(PROMPT) and ended[0].out.endswith(expected + "\n")
+    assert ended[0].out.endswith(PROMPT + expected + "\n")  # before it stands what the library that connects CPUs says
     assert not any(PROMPT in each.out or expected in each.out for each in ended[1:])
     assert f"on {processes * devices} x cpu" in ended[0].err
     assert f"loading {model}" in ended[0].err and f"loading {model}" not in ended[1].err
