@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# On CPUs jax keeps compiled programs for process 0 alone. It would find them while the others compile, and some of the
+# exchanges between CPUs give up after 30 s.
+_NO_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def free_coordinator() -> str:
@@ -60,7 +63,7 @@ class Run:
     ):
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        own = {"XLA_FLAGS": flags, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        own = {"XLA_FLAGS": flags, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **_NO_CACHE, **(environment or {})}
         self._started = time.monotonic()
         self._outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(len(commands))]
         self._processes = []
