@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv41_jax.config import ModelConfig
 
@@ -140,12 +141,12 @@ def check_segments(segment_ids: object, shape: tuple[int, ...]) -> np.ndarray:
     return segments
 
 
-def check_cache(config: ModelConfig, numerics: "Numerics", cache: "Cache", rows: int) -> None:
-    """Whether a cache is for `rows` rows of this model.
+def check_cache(config: ModelConfig, numerics: "Numerics", mesh: Mesh | None, cache: "Cache", rows: int) -> None:
+    """Whether a cache is for `rows` rows of this model, on these devices.
 
     Raises:
-        TypeError: no cache. ValueError: another number of rows, other numerics, or another model's shapes.
-            RuntimeError: a spent cache.
+        TypeError: no cache. ValueError: another number of rows, other numerics, another mesh, or another model's
+            shapes. RuntimeError: a spent cache.
     """
     from dsv41_jax.cache import Cache  # it imports the layers, which use these checks
 
@@ -155,6 +156,11 @@ def check_cache(config: ModelConfig, numerics: "Numerics", cache: "Cache", rows:
         raise ValueError(f"token_ids has {rows} rows, the cache {len(cache.lengths)}")
     if cache.numerics != numerics.name:
         raise ValueError(f"the cache was made with numerics={cache.numerics!r}, this model has {numerics.name!r}")
+    if cache.mesh != mesh:
+        made, here = ("one device" if m is None else f"a mesh of {m.devices.shape} devices" for m in (cache.mesh, mesh))
+        raise ValueError(
+            f"the cache was made on {made}, this model is on {here} or on other devices: its rows and pages do not fit"
+        )
     arrays = cache.peek()
     if _row_state(arrays) != _expected_row_state(config, numerics, len(arrays.encoder_floor)):
         raise ValueError("the cache is of another model: its windows have other shapes")

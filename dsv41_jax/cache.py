@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_plan import source_ratios, sources_of_ratio
@@ -184,6 +185,7 @@ class Cache:
             decoder's windows begin there (see `ced`).
         tables, window_floors: int32 [B, P] and [2, B], what the arrays hold as page tables and as floors of encoder and
             decoder.
+        mesh: where it was made; None: on one device. shards: devices among which its rows and pages are split.
     """
 
     arrays: CacheArrays | None
@@ -195,6 +197,8 @@ class Cache:
     floor: np.ndarray
     tables: np.ndarray
     window_floors: np.ndarray
+    mesh: Mesh | None = None
+    shards: int = 1
 
     @property
     def max_rewind(self) -> int:
@@ -211,8 +215,18 @@ class Cache:
         return arrays
 
     def pages(self, row: int) -> list[int]:
-        """Ids of the pages that hold a row's tokens so far, in order; on a mesh they count within the row's device."""
-        return self.tables[row, : pages_for(int(self.lengths[row]))].tolist()
+        """Ids of the pages that hold a row's tokens so far, in order, counted over the pages of all devices."""
+        own = self.tables[row, : pages_for(int(self.lengths[row]))]
+        return (own + self.device_of(row) * self.pages_of_device).tolist()
+
+    def device_of(self, row: int) -> int:
+        """Which of the `shards` devices holds a row."""
+        return row // (len(self.peek().encoder_floor) // self.shards)
+
+    @property
+    def pages_of_device(self) -> int:
+        """Pages in the pools of one device."""
+        return jax.tree.leaves(self.peek().index_key)[0].shape[1] // self.shards
 
     def peek(self) -> CacheArrays:
         """The arrays for a call that only reads them; RuntimeError when they were donated before."""

@@ -226,7 +226,7 @@ class CachedBlock:
 
         def tile(first: Array, q: Array, selection: Array | None) -> Array:
             t = q.shape[1]
-            if self.t <= FEW_TOKENS:
+            if self.block <= FEW_TOKENS:
                 column = first + jnp.arange(t)[:, None] + jnp.arange(width)
                 # Each query's window by itself, as a single token reads it: sums in the order of plain decoding.
                 own, there = keys[:, column], exists[:, column]

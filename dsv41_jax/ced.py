@@ -115,7 +115,8 @@ def resume(
 
     Args:
         cache: spent. row: the row that is overwritten.
-        prefix_pages: page ids of tokens 0 .. hit - 1: ceil(hit / 128) of them. On a mesh, of a row on the same device.
+        prefix_pages: page ids of tokens 0 .. hit - 1, as `Cache.pages` gives them: ceil(hit / 128) of them, on the
+            device that holds the row.
         token_ids: int32 [n], the whole prompt, prefix included; n > hit. images: those of the prompt.
         own_pages: pages for the rest of the row up to max_len, in order; default: those that neither the prefix nor
             another row names, the row's present ones first. If the prefix fills its last page in part, that page may be
@@ -141,18 +142,21 @@ def resume(
         raise ValueError(f"row={row}: the cache has {len(cache.lengths)} rows")
     if n > cache.max_len:
         raise ValueError(f"a prompt of {n} tokens does not fit the cache: it holds max_len={cache.max_len} a row")
-    prefix, shared = [int(p) for p in prefix_pages], hit // PAGE_TOKENS
+    device, pool = cache.device_of(row), cache.pages_of_device
+    prefix, shared = [int(p) - device * pool for p in prefix_pages], hit // PAGE_TOKENS
     if len(prefix) != pages_for(hit):
         raise ValueError(f"a prefix of {hit} tokens has {pages_for(hit)} pages, {len(prefix)} are given")
-    tables, neighbours = cache.tables.copy(), runner.rows_of_device(cache.peek(), row)
-    neighbours = [other for other in neighbours if other != row and other < len(tables)]
-    pool, rest = _pages_of_device(runner, cache.peek()), tables.shape[1] - shared
+    tables = cache.tables.copy()
+    neighbours = [other for other in range(len(tables)) if other != row and cache.device_of(other) == device]
+    rest = tables.shape[1] - shared
     present, others = tables[row].tolist(), set(tables[neighbours].ravel().tolist())
     if own_pages is None:
         open_page = [p for p in prefix[shared:] if p in present and p not in others]
         free = [p for p in dict.fromkeys([*present, *range(pool)]) if p not in others | set(prefix)]
         own_pages = open_page + free
-    own = [int(p) for p in own_pages][:rest]
+    else:
+        own_pages = [int(p) - device * pool for p in own_pages]
+    own = own_pages[:rest]
     # Whether the page that the prefix fills in part is written on.
     in_place = hit % PAGE_TOKENS > 0 and own[:1] == prefix[-1:] and own[0] not in others
     if len(own) < rest:
@@ -163,8 +167,9 @@ def resume(
     named = prefix[:shared] + own if in_place else prefix + own
     if len(set(named)) < len(named) or not all(0 <= p < pool for p in named) or others & set(own):
         raise ValueError(
-            f"pages {prefix} of the prefix and {own} for the rest: each must be one of the cache's {pool} pages and be "
-            "named once, and those for the rest by no other row"
+            f"pages {list(map(int, prefix_pages))} of the prefix and {[p + device * pool for p in own]} for the rest: "
+            f"each must be one of the {pool} pages from {device * pool} on (those of the device that holds row {row}) "
+            "and be named once, and those for the rest by no other row"
         )
     # A row that wrote the shared pages, or shares them too, will not write them again.
     sharing = {other: _shared_tokens(tables[other], prefix[:shared]) for other in neighbours}
@@ -212,11 +217,6 @@ def resume(
 def _shared_tokens(table: np.ndarray, pages: list[int]) -> int:
     """How many tokens of a row are in the first of these pages."""
     return int(np.cumprod(table[: len(pages)] == pages).sum()) * PAGE_TOKENS
-
-
-def _pages_of_device(runner: Runner, arrays: CacheArrays) -> int:
-    """Pages of the pools, on a mesh those of one device."""
-    return jax.tree.leaves(arrays.index_key)[0].shape[1] // runner.row_shards
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics", "mesh"), donate_argnames=("arrays",))

@@ -121,9 +121,10 @@ class Model:
         """Start a row of the cache anew with a prompt whose first `hit` tokens are in pages already; see `ced.resume`.
 
         Example: row 1 continues what row 0 has read: `resume(cache, 1, cache.pages(0)[: -(-hit // 128)], hit, ids)`.
+        On a mesh rows are split in order; a prefix can be adopted from rows of the same device (`Cache.device_of`).
         """
         ids = check_ids(self.config, token_ids, 1)
-        check_cache(self.config, self._runner.numerics, cache, len(cache.lengths))
+        check_cache(self.config, self._runner.numerics, self._runner.mesh, cache, len(cache.lengths))
         [checked] = check_images([images], ids[None], np.array([len(ids)]), self.config)
         return ced.resume(self._runner, cache, row, prefix_pages, hit, ids, checked, own_pages, all_logits)
 
@@ -145,13 +146,13 @@ class Model:
             logits float32 [B, V] or [B, t, V], and the cache.
 
         Raises:
-            ValueError: bad ids or shape, a cache of another model or numerics, or more tokens than the cache holds.
+            ValueError: bad ids or shape, a cache of another model, numerics or mesh, or more tokens than it holds.
                 RuntimeError: a spent cache.
         """
         ids = check_ids(self.config, token_ids, (1, 2))
         several = ids.ndim == 2
         ids = ids if several else ids[:, None]
-        check_cache(self.config, self._runner.numerics, cache, len(ids))
+        check_cache(self.config, self._runner.numerics, self._runner.mesh, cache, len(ids))
         t = ids.shape[1]
         padded = np.pad(ids, ((0, 0), (0, block_bucket(t) - t)), constant_values=self.config.pad_token_id)
         n_valid = np.full(len(ids), t, np.int32)
@@ -180,7 +181,7 @@ class Model:
         if not self.config.n_draft:
             raise ValueError("this model has no draft blocks (num_nextn_predict_layers is 0)")
         ids = check_ids(self.config, token_ids, 1)
-        check_cache(self.config, self._runner.numerics, cache, len(ids))
+        check_cache(self.config, self._runner.numerics, self._runner.mesh, cache, len(ids))
         if (cache.lengths < 1).any():
             raise ValueError(f"a draft needs at least one token in each row of the cache: {cache.lengths.tolist()}")
         temperature = SamplingOptions(temperature=temperature).temperature

@@ -72,8 +72,9 @@ def load(
         revision: of a hub id: a branch, tag or commit.
         engram_hot_bytes: memory for the hot rows of each Engram table that is read from the file; default 256 MiB, and
             0 for tables in host memory, which need none.
-        dispatch: on a mesh, how tokens reach experts: "gather", "all_to_all" or "ragged" (see `expert_parallel`); None:
-            "gather" for few tokens, "all_to_all" for many.
+        dispatch: on a mesh, how tokens reach experts: "gather", "all_to_all" or "ragged" (see `expert_parallel`)
+            while prompts are read and tokens decoded; None: "gather" for few tokens, "all_to_all" for many. Drafts and
+            losses gather.
 
     Returns:
         the `Model`.
@@ -90,6 +91,8 @@ def load(
     chosen = chosen.computed_by(_implementation(implementation, chosen))
     if mesh is not None:
         sharding.layout_of(mesh)
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh: {type(mesh).__name__} has no devices; make one with sharding.Layout(...).mesh()")
         distributed.connect(mesh)
         check_dispatch(dispatch, mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind)
     elif dispatch is not None:

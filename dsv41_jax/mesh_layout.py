@@ -45,7 +45,7 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         """From "DATAxCONTEXTxTENSOR", e.g. "4x1x4"; ShardingError for anything else."""
         parts = text.lower().split("x")
-        if len(parts) != 3 or not all(part.isdigit() for part in parts):
+        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
             raise ShardingError(f"mesh {text!r}: give three sizes DATAxCONTEXTxTENSOR, e.g. 4x1x4")
         return cls(*map(int, parts))
 
@@ -62,11 +62,15 @@ class Layout:
 
 
 def layout_of(mesh: Mesh) -> Layout:
-    """The sizes of a mesh made by `Layout.mesh`; ShardingError for one with other axes."""
+    """The sizes of a mesh made by `Layout.mesh`; ShardingError for one with other axes, or other kinds of axes."""
     axes = tuple(getattr(mesh, "axis_names", ()))
     if axes != AXES:
         raise ShardingError(
             f"mesh: {type(mesh).__name__} with axes {axes}; needed are {AXES}: make it with sharding.Layout(...).mesh()"
+        )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ShardingError(
+            f"mesh: axes of the kinds {mesh.axis_types}; needed are Auto ones: make it with sharding.Layout(...).mesh()"
         )
     return Layout(*(mesh.shape[axis] for axis in AXES))
 

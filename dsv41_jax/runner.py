@@ -175,17 +175,14 @@ class Runner:
         zero = np.zeros(batch, np.int32)
         tables = page_tables(len(arrays.encoder_floor), pages_for(max_len), self.row_shards)[:batch]
         own = (tables, np.zeros((2, batch), np.int32))
-        return Cache(arrays, zero, zero, self.empty_history(batch), max_len, self.numerics.name, zero, *own)
+        history = self.empty_history(batch)
+        shared = (self.mesh, self.row_shards)
+        return Cache(arrays, zero, zero, history, max_len, self.numerics.name, zero, *own, *shared)
 
     @property
     def row_shards(self) -> int:
         """Devices among which the rows of a cache are split; pages count within each."""
         return 1 if self.mesh is None else sharded_step.parallel_of(self.mesh).row_shards
-
-    def rows_of_device(self, arrays: CacheArrays, row: int) -> range:
-        """The rows of a cache that share a row's device."""
-        count = len(arrays.encoder_floor) // self.row_shards
-        return range(row // count * count, (row // count + 1) * count)
 
     def empty_history(self, batch: int) -> np.ndarray | None:
         """Id history of sequences that have not begun, long enough to rewind; None without Engram."""
@@ -346,7 +343,7 @@ class Runner:
         rows = len(arrays.encoder_floor)
         if self.mesh is not None:
             data = jax.random.key_data(key if key.ndim else jax.random.split(key, batch))
-            key = jax.random.wrap_key_data(self.put(np.asarray(data), rows))
+            key = jax.random.wrap_key_data(self.put(np.asarray(data), rows), impl=jax.random.key_impl(key))
         out = _draft(
             self.params,
             arrays,

@@ -292,13 +292,20 @@ def cache_pages(
 def zero_cache(config: ModelConfig, numerics: Numerics, mesh: Mesh, batch: int, max_len: int) -> CacheArrays:
     """An empty cache made in its shards; every row owns the pages it can need. Page ids count within a device."""
     layout = layout_of(mesh)
-    rows = padded_rows(batch, layout)
     pages = cache_pages(config, numerics, layout, batch, max_len)
+    return _cache_maker(config, numerics, mesh, padded_rows(batch, layout), max_len, pages)()
+
+
+@functools.lru_cache(maxsize=64)
+def _cache_maker(
+    config: ModelConfig, numerics: Numerics, mesh: Mesh, rows: int, max_len: int, pages: int
+) -> Callable[[], CacheArrays]:
+    """What makes caches of a size, compiled once."""
+    layout = layout_of(mesh)
 
     def make() -> CacheArrays:
         arrays = zero_arrays(config, numerics, rows, max_len, pages)
         per_row = arrays.page_table.shape[1]
         return arrays.replace(page_table=page_tables(rows, per_row, layout.data * layout.tensor))
 
-    specs = cache_specs(jax.eval_shape(make), layout)
-    return jax.jit(make, out_shardings=shardings(mesh, specs))()
+    return jax.jit(make, out_shardings=shardings(mesh, cache_specs(jax.eval_shape(make), layout)))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 import dsv41_jax as ds
 from dsv41_jax import sharding
@@ -53,6 +54,14 @@ def outputs(model: ds.Model, mode: str, everything: bool) -> dict[str, np.ndarra
     return {name: np.asarray(value) for name, value in result.items()}
 
 
+def many_tokens(mesh: str) -> None:
+    """Experts reached by all-to-all, as they are where devices have more than a few tokens."""
+    wanted = outputs(tiny(None, "float32"), "exact", False)
+    got = outputs(tiny(mesh_of(mesh), "float32", dispatch="all_to_all"), "exact", False)
+    for name, value in got.items():
+        np.testing.assert_allclose(value, wanted[name], atol=1e-5, rtol=0, err_msg=name)
+
+
 def same_logits(numerics: str, mode: str, *meshes: str) -> None:
     """On the last mesh also blocks and drafts.
 
@@ -64,6 +73,30 @@ def same_logits(numerics: str, mode: str, *meshes: str) -> None:
         got = outputs(tiny(mesh_of(mesh), numerics), mode, mesh == meshes[-1])
         for name, value in got.items():
             np.testing.assert_allclose(value, wanted[name], atol=1e-5, rtol=0, err_msg=f"{mesh}: {name}")
+
+
+def misuse() -> None:
+    """Caches of other meshes and pages of other devices are refused, and nothing is spent; a second call of a shape
+    compiles nothing.
+    """
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    one, two = tiny(None, "float32"), tiny(mesh_of("2x1x1"), "float32")
+    ids = np.random.default_rng(2).integers(3, 499, (2, 40)).astype(np.int32)
+    caches = {name: model.prefill(ids)[1] for name, model in (("one", one), ("two", two))}
+    for model, cache in ((one, caches["two"]), (two, caches["one"])):
+        with pytest.raises(ValueError, match="the cache was made on .* this model is on"):
+            model.decode(cache, ids[:, 0])
+    assert caches["two"].pages(0) != caches["two"].pages(1)  # one row a device: the same place in two pools
+    with pytest.raises(ValueError, match="those of the device that holds row 1"):
+        two.resume(caches["two"], 1, caches["two"].pages(0)[:1], 30, ids[0])
+    for model in (one, two):
+        logits, _ = model.prefill(ids)
+        before = len([event for event in compiled if "backend_compile" in event])
+        for _ in range(2):
+            again, _ = model.prefill(ids)
+        np.testing.assert_array_equal(logits, again)
+        assert len([event for event in compiled if "backend_compile" in event]) == before
 
 
 def loss_and_gradients(mesh: str) -> None:

@@ -26,6 +26,15 @@ def test_greedy_text_of_the_demo(mesh, drafts):
     run_case("mesh_cases", "greedy_text", mesh, drafts)
 
 
+def test_what_does_not_belong_together_is_refused():
+    run_case("mesh_cases", "misuse")
+
+
+@pytest.mark.slow
+def test_experts_by_all_to_all():
+    run_case("mesh_cases", "many_tokens", "2x2x2")
+
+
 @pytest.mark.slow
 def test_loss_and_gradients():
     run_case("mesh_cases", "loss_and_gradients", "2x1x2")

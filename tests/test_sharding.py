@@ -109,7 +109,7 @@ def test_heads_split_in_groups(tensor):
         sharding.check_layout(FLASH, Layout(1, 1, tensor))
 
 
-@pytest.mark.parametrize("text", ["", "4x4", "4x1x4x1", "axbxc", "4x-1x4", "0x1x1"])
+@pytest.mark.parametrize("text", ["", "4x4", "4x1x4x1", "axbxc", "4x-1x4", "0x1x1", "2x1x²"])
 def test_bad_layouts(text):
     with pytest.raises(ShardingError, match="mesh"):
         Layout.parse(text)
@@ -124,6 +124,11 @@ def test_layouts_and_devices():
         ShardingError, match=r"mesh: Mesh with axes \('x',\); needed are \('data', 'context', 'tensor'\)"
     ):
         sharding.layout_of(foreign)
+    explicit = jax.make_mesh((1, 1, 1), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    with pytest.raises(ShardingError, match="needed are Auto ones"):
+        sharding.layout_of(explicit)
+    with pytest.raises(ValueError, match="AbstractMesh has no devices"):
+        ds.load("demo", mesh=abstract_mesh(Layout(1, 1, 1)))
 
 
 @pytest.mark.parametrize(
