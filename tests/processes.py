@@ -100,7 +100,7 @@ class Run:
             code = self._processes[index].wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"process {index} has not ended in {timeout} s:\n{self._text(index)}") from None
-        out, err = (path.read_text() for path in self._outputs[index])
+        out, err = (path.read_bytes().decode(errors="replace") for path in self._outputs[index])  # "\r" stays
         return Ended(code, out, err, time.monotonic() - self._started)
 
     def all_well(self, timeout: float) -> list[Ended]:

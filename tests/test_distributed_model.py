@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import string
 from pathlib import Path
 
 import jax
@@ -17,41 +19,48 @@ from processes import ROOT, Run, free_coordinator, start
 from spread_training import CONFIG, NUMERICS, OPTIMIZER, make_params, numbers, windows
 from text_model import write_text_model
 
-PROMPT = "The harbour"
 
-
-def text_of(tmp_path: Path, model: str, processes: int, devices: int, *flags: str) -> None:
-    """launch/generate.py in several processes prints, once, the text of one."""
+def text_of(tmp_path: Path, model: str, prompt: str, processes: int, devices: int, *flags: str) -> str:
+    """launch/generate.py in several processes prints, once, the text of one. Returns what the first one notes."""
     where = free_coordinator()
-    common = [f"--model={model}", "--numerics=float32", "--temperature=0", "--max_new_tokens=6", f"--prompt={PROMPT}"]
+    common = [f"--model={model}", "--numerics=float32", "--temperature=0", "--max_new_tokens=6", f"--prompt={prompt}"]
     command = [str(ROOT / "launch/generate.py"), f"--coordinator={where}", f"--processes={processes}"]
     commands = [[*command, f"--process={i}", *common, *flags] for i in range(processes)]
     with Run(commands, tmp_path, devices) as run:
         ended = run.all_well(240)
-    expected = ds.load(model, numerics="float32").generate(PROMPT, max_new_tokens=6, temperature=0)
-    assert ended[0].out.endswith(PROMPT + expected + "\n")  # before it stands what the library that connects CPUs says
-    assert not any(PROMPT in each.out or expected in each.out for each in ended[1:])
+    expected = ds.load(model, numerics="float32").generate(prompt, max_new_tokens=6, temperature=0)
+    assert ended[0].out.endswith(prompt + expected + "\n")  # before it stands what the library that connects CPUs says
+    assert not any(prompt in each.out or expected in each.out for each in ended[1:])
     assert f"on {processes * devices} x cpu" in ended[0].err
     assert f"loading {model}" in ended[0].err and f"loading {model}" not in ended[1].err
-    assert ("Engram layer 0: " in ended[0].err) == ("--engram=device" not in flags)
+    return ended[0].err
+
+
+def small_models_text(tmp_path: Path, processes: int, devices: int, mesh: str, place: str) -> None:
+    write_text_model(tmp_path / "model", o_groups=2)
+    prompt = "The harbour lay still; seven boats, two buoys, gulls, a jetty. " + string.ascii_uppercase
+    notes = text_of(
+        tmp_path, str(tmp_path / "model"), prompt, processes, devices, f"--mesh={mesh}", f"--engram={place}"
+    )
+    # A prompt of two blocks: rows of the second were read while the first was computed.
+    ahead = re.findall(r"Engram layer \d: [\d,]+ lookups at [\d,]+/s, (\d+) of \d+ rows read ahead", notes)
+    assert len(ahead) == (0 if place == "device" else 3) and "0" not in ahead
 
 
 def test_two_processes_write_the_text_of_one(tmp_path):
     """The tensor group lies across the processes; each owns half of the rows of the Engram tables."""
-    write_text_model(tmp_path / "model", o_groups=2)
-    text_of(tmp_path, str(tmp_path / "model"), 2, 1, "--mesh=1x1x2", "--engram=mmap")
+    small_models_text(tmp_path, 2, 1, "1x1x2", "mmap")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_four_processes_write_the_text_of_one(tmp_path, place):
-    write_text_model(tmp_path / "model", o_groups=2)
-    text_of(tmp_path, str(tmp_path / "model"), 4, 2, "--mesh=2x2x2", f"--engram={place}")
+    small_models_text(tmp_path, 4, 2, "2x2x2", place)
 
 
 @pytest.mark.slow
 def test_two_processes_write_the_demo_models_text(tmp_path):
-    text_of(tmp_path, "demo", 2, 1, "--mesh=2x1x1", "--engram=mmap")
+    text_of(tmp_path, "demo", "The harbour", 2, 1, "--mesh=2x1x1", "--engram=mmap")
 
 
 SCRIPT = """
