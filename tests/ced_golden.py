@@ -43,6 +43,7 @@ class Watch:
         self.seen: dict[tuple[str, int, int], dict[int, np.ndarray]] = {}
 
     def __call__(self, params, arrays, row, ids, start, n_valid, floor, memory, mask, embeds, **static):
+        static = {name: static[name] for name in ("config", "numerics", "layers", "all_logits")}  # no mesh here
         if mask is None:  # text runs the program of images
             mask = jnp.zeros(ids.shape, bool)
             embeds = jnp.zeros((*ids.shape, static["config"].hidden_size), static["numerics"].dtype)
