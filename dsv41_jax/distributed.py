@@ -219,6 +219,7 @@ class Processes:
             self._roll_call.finish()
             jax.distributed.shutdown()
             return
+        self._roll_call.failing()
         if isinstance(error, SystemExit):
             reason, code = str(error.code), error.code if isinstance(error.code, int) else 1
             print(error.code, file=sys.stderr)

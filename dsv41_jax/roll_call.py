@@ -19,56 +19,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dsv41_jax.message_line import Message, MessageLine, address, listener_at
+
 EXIT_CODE = 75  # of a process that ends because another one did; "try again" in sysexits.h
 _HELLO_SECONDS = 10.0  # for the first line of a connection
 _RETRY_SECONDS = 0.25
-_LONGEST_LINE = 1 << 24
 _END = "the end of the run"
-
-Message = dict[str, Any]
 
 
 def end_process(text: str) -> None:
     """Say why on standard error, and end this process at once: other threads may be blocked for ever."""
     os.write(2, f"\n{text}\n".encode())
     os._exit(EXIT_CODE)
-
-
-class _Line:
-    """A connection that carries messages. Any thread may send; one thread reads."""
-
-    def __init__(self, connection: socket.socket):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._file = connection, connection.makefile("rb")
-        self._sending = threading.Lock()
-
-    def silence(self, seconds: float) -> None:
-        """Longest that reading and sending may take from now on."""
-        self._connection.settimeout(seconds)
-
-    def send(self, message: Message) -> None:
-        """OSError if the other side is gone."""
-        with self._sending:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> Message:
-        """The next message. TimeoutError after too long a silence, ConnectionError at the end, ValueError for what is
-        not a message.
-        """
-        raw = self._file.readline(_LONGEST_LINE)
-        if not raw.endswith(b"\n"):
-            raise ConnectionError("the connection was closed")
-        message = json.loads(raw)
-        if not isinstance(message, dict):
-            raise ValueError(f"not a message: {raw[:80]!r}")
-        return message
-
-    def close(self) -> None:
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._connection.close()
 
 
 class RollCall:
@@ -104,11 +66,11 @@ class RollCall:
         self._peer_timeout, self._start_timeout = peer_timeout, start_timeout
         self._self = {"process": process, "processes": processes, "host": socket.gethostname(), "pid": os.getpid()}
         self.names: list[str] = []
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, MessageLine] = {}
         self._changed = threading.Condition()
         self._collected: dict[str, dict[int, Any]] = {}
         self._result: dict[str, list[Any]] = {}
-        self._over = False
+        self._over = self._failing = False
         deadline = time.monotonic() + start_timeout
         if process == 0:
             self._call(deadline)
@@ -125,7 +87,7 @@ class RollCall:
         """Process 0: wait until all the others have come."""
         here = {0: self._self}
         try:
-            with _listener(*self._address) as listener:
+            with listener_at(*self._address) as listener:
                 while len(here) < self.processes:
                     left = deadline - time.monotonic()
                     if left <= 0:
@@ -136,7 +98,7 @@ class RollCall:
                     except TimeoutError:
                         self._forget_gone(here)
                         continue
-                    self._admit(_Line(connection), here)
+                    self._admit(MessageLine(connection), here)
                     self._forget_gone(here)
             self.names = [_name(here[i]) for i in range(self.processes)]
             for line in self._lines.values():
@@ -145,7 +107,7 @@ class RollCall:
             self._tell_all({"end": f"{_name(self._self)}: {error}"})
             raise
 
-    def _admit(self, line: _Line, here: dict[int, Message]) -> None:
+    def _admit(self, line: MessageLine, here: dict[int, Message]) -> None:
         line.silence(_HELLO_SECONDS)
         try:
             hello = line.read()
@@ -179,13 +141,13 @@ class RollCall:
         came = ", ".join(_name(here[i]) for i in sorted(here))
         return (
             f"{self._start_timeout:g} s have passed and {_plural(absent)} {', '.join(absent)} of {self.processes} "
-            f"did not come to {_address(*self._address)}; here: {came}. Is the same command running on every host, and "
+            f"did not come to {address(*self._address)}; here: {came}. Is the same command running on every host, and "
             "can they reach that address?"
         )
 
     def _answer(self, deadline: float) -> None:
         """Another process: come to process 0, and wait until it says that all are there."""
-        where = _address(*self._address)
+        where = address(*self._address)
         reason = "nothing listens there"
         while True:
             left = deadline - time.monotonic()
@@ -195,7 +157,7 @@ class RollCall:
                     "process 0 running, is that its address, and is the port open between the hosts?"
                 )
             try:
-                line = _Line(socket.create_connection(self._address, timeout=min(left, 5.0)))
+                line = MessageLine(socket.create_connection(self._address, timeout=min(left, 5.0)))
             except OSError as error:
                 reason = error.strerror or str(error)
                 time.sleep(min(_RETRY_SECONDS, max(left, 0.0)))
@@ -246,10 +208,14 @@ class RollCall:
         for line in self._lines.values():
             line.close()
 
+    def failing(self) -> None:
+        """This process has an error of its own: errors of others, most likely the same, no longer end it."""
+        self._failing = True
+
     def fail(self, reason: str) -> None:
         """Tell the others that this process ends, and why."""
         self._over = True
-        self._tell_all({"end": f"{self.names[self.process]} failed: {reason}"})
+        self._tell_all({"end": f"{self.names[self.process]} failed: {reason}", "error": True})
 
     def _tell_all(self, message: Message) -> None:
         for other in self._lines:
@@ -280,7 +246,7 @@ class RollCall:
             self._result[name] = result
             self._changed.notify_all()
 
-    def _listen(self, other: int, line: _Line) -> None:
+    def _listen(self, other: int, line: MessageLine) -> None:
         while True:
             try:
                 message = line.read()
@@ -294,16 +260,18 @@ class RollCall:
                 elif "exchanged" in message:
                     self._deliver(message["exchanged"], message["values"])
                 elif "end" in message:
-                    self._end(message["end"])
+                    if self._failing and "error" in message:
+                        return
+                    self._end(message["end"], "error" in message)
                 continue
             self._end(f"{self.names[other]} {why}")
             return
 
-    def _end(self, what: str) -> None:
+    def _end(self, what: str, error: bool = False) -> None:
         if self._over:
             return
         if self.process == 0:
-            self._tell_all({"end": what})
+            self._tell_all({"end": what} | ({"error": True} if error else {}))
         self._over = True
         self._ended(f"{what}. {self.names[self.process]} ends too.")
 
@@ -311,23 +279,6 @@ class RollCall:
         while not self._over:
             self._tell_all({})
             time.sleep(self._peer_timeout / 6)
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    try:
-        if host in ("localhost", "127.0.0.1", "::1"):
-            family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-            return socket.create_server((host, port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(f"process 0 cannot listen at port {port}: {reason}; choose another port") from error
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _name(of: Mapping[str, Any]) -> str:
