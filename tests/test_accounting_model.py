@@ -16,7 +16,7 @@ from dsv41_jax.checkpoint.manifest import totals
 from dsv41_jax.checkpoint.released import abstract_params
 from dsv41_jax.config import load_config
 from dsv41_jax.jaxpr_flops import work
-from dsv41_jax.kernel_params import pack_params
+from dsv41_jax.kernel_params import abstract_packed
 from dsv41_jax.numerics import RELEASED
 from dsv41_jax.parameter_count import BACKBONE, active_parameters, hand_over_parameters, module_sizes
 from hollow_kernels import hollow_kernels
@@ -136,7 +136,7 @@ class TestArithmetic:
 def abstract(implementation: str) -> tuple:
     """Numerics and parameters in the forms of the kernels."""
     numerics = RELEASED.computed_by(implementation)
-    return numerics, jax.eval_shape(pack_params, abstract_params(FLASH, numerics))
+    return numerics, abstract_packed(abstract_params(FLASH, numerics))
 
 
 def step(implementation: str, context: int, batch: int, block: int, **options) -> dict[str, float]:
