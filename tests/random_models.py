@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+import dsv41_jax as ds
 from oracle_weights import random_weights, write_safetensors
+from random_configs import random_legal_config
 
 
 def random_token_map(config: dict[str, Any], seed: int) -> np.ndarray:
@@ -26,3 +28,12 @@ def write_model(folder: Path, config: dict[str, Any], seed: int) -> dict[str, np
     (folder / "config.json").write_text(json.dumps(config))
     write_safetensors(folder / "model.safetensors", tensors)
     return tensors
+
+
+def load_random(folder: Path, seed: int) -> ds.Model:
+    """A small model of a random legal layer map in float32, written to `folder`; prefills in blocks of 16 tokens."""
+    config = random_legal_config(seed)
+    write_model(folder, config, seed)
+    model = ds.load(folder, numerics="float32", token_map=random_token_map(config, seed))
+    model._runner.prefill_block = 16
+    return model
