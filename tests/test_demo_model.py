@@ -1,8 +1,9 @@
-"""The demo model in the package: what it is, that it speaks, and (slow) how well."""
+"""The demo model in the package: what it is, that it speaks, also in commands and notebooks, and (slow) how well."""
 
 from __future__ import annotations
 
 import importlib.resources
+import json
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from launch import generate
 from launch.eval_demo import accepted_drafts, held_out_bits, held_out_contexts
 
 FOLDER = Path(str(importlib.resources.files("dsv41_jax"))) / "demo_model"
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 COMMON = set("the of and to in that he is his for it with as not be they him this unto shall god lord we a i".split())
 
 
@@ -52,11 +54,12 @@ def test_it_writes_english(demo: ds.Model):
 
 
 def test_the_readme_command_prints_the_continuation(demo: ds.Model, capsys, monkeypatch):
-    monkeypatch.setattr(
-        ds,
-        "load",
-        lambda name, numerics, implementation: {("demo", "released", "auto"): demo}[name, numerics, implementation],
-    )
+    def load(*arguments, **options):
+        assert arguments == ("demo", None)
+        assert options == {"numerics": "released", "engram": "device", "implementation": "auto"}
+        return demo
+
+    monkeypatch.setattr(ds, "load", load)
     generate.main(["--prompt", "The Lord is", "--max_new_tokens", "8", "--temperature", "0"])
     assert (
         capsys.readouterr().out == "The Lord is" + demo.generate("The Lord is", max_new_tokens=8, temperature=0) + "\n"
@@ -65,7 +68,7 @@ def test_the_readme_command_prints_the_continuation(demo: ds.Model, capsys, monk
 
 def test_the_command_answers_a_chat(demo: ds.Model, capsys, monkeypatch):
     """No chat is in the demo's training text, so it answers with a sermon; the way there and back is the same."""
-    monkeypatch.setattr(ds, "load", lambda name, **_: demo)
+    monkeypatch.setattr(ds, "load", lambda name, mesh, **_: demo)
     options = {"max_new_tokens": 9, "temperature": 0.7, "min_p": 0.1, "seed": 3, "stop": ["."]}
     flags = ["--max_new_tokens=9", "--temperature=0.7", "--min_p=0.1", "--seed=3", "--stop=."]
     for thinking in ("none", "7"):
@@ -78,6 +81,20 @@ def test_the_command_answers_a_chat(demo: ds.Model, capsys, monkeypatch):
         assert message.usage["reasoning_tokens"] == (0 if thinking == "none" else 9)
     with pytest.raises(SystemExit, match="generate: temperature=-1.0: a number from 0"):
         generate.main(["--prompt", "x", "--temperature=-1"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, capsys):
+    """From top to bottom, as it stands."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells), "commit it without outputs"
+    scope: dict = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), str(path), "exec"), scope)
+    printed = capsys.readouterr().out
+    assert "tokens in the cache" in printed and "�" not in printed
+    assert len(printed.split()) > 40  # text came out, not only tables
 
 
 @pytest.mark.slow
