@@ -25,7 +25,7 @@ MISUSES = {
     "a page twice in the prefix": (dict(prefix_pages=[0, 0]), r"pages \[0, 0\] of the prefix .* be named once"),
     "a page twice in the rest": (dict(hit=100, prefix_pages=[0], own_pages=[3, 3]), r"and \[3, 3\] for the rest"),
     "a page of the prefix in the rest": (dict(own_pages=[1]), r"pages \[0, 1\] of the prefix and \[1\] for the rest"),
-    "a page that does not exist": (dict(prefix_pages=[0, 6]), r"pages \[0, 6\] .* one of the cache's 6 pages"),
+    "a page that does not exist": (dict(prefix_pages=[0, 6]), r"pages \[0, 6\] .* one of the 6 pages from 0 on"),
     "a page before the first": (dict(own_pages=[-1]), r"and \[-1\] for the rest: each must be one of"),
     "no pages for the rest": (dict(own_pages=[]), r"1 pages that are not the prefix's are needed .* got \[\]"),
     "a row that does not exist": (dict(row=3), "row=3: the cache has 3 rows"),
