@@ -38,6 +38,7 @@ SIGNATURES = {
         "implementation": "auto",
         "revision": None,
         "engram_hot_bytes": None,
+        "dispatch": None,
     },
     ds.Model.generate: {"prompts": NOTHING, "max_new_tokens": 128, "temperature": 1.0} | TEXT_OPTIONS,
     ds.Model.chat: {

@@ -28,9 +28,9 @@ BLOCK = 16
 MARGIN = 1e-5
 # Not scaled: logits are about 2 in size, the largest of all these models is below 9.
 ATOL = 1e-4
-# Six of them meet every kind of map, weight and draft head that 150 seeds meet, and the others most kinds again.
-SEEDS = (104, 99, 82, 57, 56, 5, 67, 124, 86, 25, 65, 49)
-SLOW_SEEDS = range(200, 250)
+# Small models that meet every kind of map, weight and draft head that 150 seeds meet.
+SEEDS = (84, 29, 56, 122, 99)
+SLOW_SEEDS = (104, 82, 57, 5, 67, 124, 86, 25, 65, 49, *range(200, 250))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics", "layers", "all_logits"))
@@ -119,7 +119,7 @@ def kinds(seed):
     return found
 
 
-def test_the_dozen_meets_every_kind():
+def test_the_few_meet_every_kind():
     assert set().union(*map(kinds, SEEDS)) >= set().union(*map(kinds, range(150)))
 
 
@@ -133,8 +133,9 @@ def test_prefill_decode_and_drafts_equal_the_oracle(seed, tmp_path, monkeypatch)
     sure = np.array([sure_length(result) for result in results])
     notes = []
 
-    def extend(*args, **kwargs):
-        logits, arrays, note = _recorded(*args, **kwargs)
+    def extend(*args, **options):
+        static = {name: options[name] for name in ("config", "numerics", "layers", "all_logits")}  # no mesh here
+        logits, arrays, note = _recorded(*args, **static)
         notes.append(note)
         return logits, arrays
 
