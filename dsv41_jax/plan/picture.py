@@ -43,7 +43,7 @@ def draw(reports: Sequence[Report], path: str | Path) -> None:
             canvas.text((left, top + 8), "does not compile", fill="#c44e52", font=font)
         if report.bounds:
             _bound_bars(canvas, right, top, width / longest, report, font)
-    image.save(path, format="PNG")
+    image.quantize(64).save(path, format="PNG", optimize=True)
 
 
 def _legend(canvas: ImageDraw.ImageDraw, x: int, entries: list[tuple[str, str]], font: ImageFont.FreeTypeFont) -> None:
