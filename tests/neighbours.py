@@ -21,15 +21,15 @@ def greedy(model: ds.Model, prompts: list[np.ndarray], steps: int, max_len: int)
     return seen, seen.argmax(-1)
 
 
-def alone_and_together(model: ds.Model, max_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Logits [13, V] of each of 6 prompts alone (cache of `max_len`) and in a ragged batch of 6.
+def alone_and_together(model: ds.Model, max_len: int, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Logits [13, V] of each of 6 or 8 prompts alone (cache of `max_len`) and in a ragged batch of them.
 
     Checks that their ids are equal, and that the batch gives the same bits when its rows change places.
     """
     text = prompt("long")[0]
     # One of many blocks among short ones, and more rows than one decode step takes.
-    prompts = [text[:5], text[20:150], text[60:73], text[100:117], text[40:42], text[7:40]]
-    moved = [2, 5, 3, 1, 4, 0]
+    prompts = [text[:5], text[20:150], text[60:73], text[100:117], text[40:42], text[7:40], text[9:10], text[80:96]]
+    prompts, moved = prompts[:rows], [i for i in (2, 5, 7, 3, 1, 6, 4, 0) if i < rows]
     logits, ids = greedy(model, prompts, 12, 256)
     other_logits, other_ids = greedy(model, [prompts[i] for i in moved], 12, 256)
     np.testing.assert_array_equal(other_ids, ids[moved])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import dsv41_jax as ds
+from dsv41_jax.cache import ring_size
 from dsv41_jax.vision import embed_span, merge_images
 from layer_by_layer import LayerByLayer
 from neighbours import alone_and_together
@@ -24,6 +25,7 @@ from tiny_golden import (
 )
 
 MAX_LEN = 512  # one length for the tests of this numerics with one row: a program each less
+DRAFTS = 5  # of a round
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +105,9 @@ def test_window_and_group_edges(model, n):
 
 
 def test_batch(model):
-    """The recorded pair, beside itself in the other order."""
+    """The recorded pair, beside itself in the other order; decoded in tiles of 4 and 2 rows."""
     g = recording("batch")
-    order = [0, 1, 1, 0]
+    order = [0, 1, 1, 0, 0, 1]
     logits, cache = model.prefill(g["input_ids"][order], all_logits=True)
     assert_close(logits, g["fp32.prefill_logits"][order])
     tokens = g["fp32.decode_tokens"][order]
@@ -171,7 +173,40 @@ def test_any_cut_gives_the_recorded_numbers(model, seed):
         at += n
 
 
+@pytest.mark.parametrize("start", [20, 21])
+def test_a_refused_draft_leaves_no_trace(model, start):
+    """The model reads a recorded text in rounds, drafts refused at place 0, 1, .. 5, a plain token after each round.
+
+    Every logit of a right token is the recorded one, whichever way the token was read; the two starts give each place
+    both parities. The cache ends more than a ring of 32 rows from the first refusal.
+    """
+    g, rng = recording("mid"), np.random.default_rng(start)
+    text = np.concatenate([prompt("mid")[0], g["fp32.decode_tokens"][:-1]]).astype(np.int32)
+    expected = np.concatenate([g["fp32.prefill_logits"], g["fp32.decode_logits"]])
+    _, cache = model.prefill(text[None, :start], max_len=MAX_LEN, all_logits=True)
+    at = start
+
+    def check(logits):
+        right = expected[at : at + len(logits)]
+        assert_close(logits, right)
+        np.testing.assert_array_equal(np.asarray(logits).argmax(-1), right.argmax(-1))
+
+    for accepted in [*range(DRAFTS + 1), 2]:
+        block = text[at : at + DRAFTS + 1].copy()
+        block[accepted + 1 :] = (block[accepted + 1 :] + rng.integers(1, 400, DRAFTS - accepted)) % 490
+        logits, cache = model.decode(cache, block[None])
+        check(logits[0, : accepted + 1])
+        at += accepted + 1
+        cache = cache.rewind([at])
+        logits, cache = model.decode(cache, text[at : at + 1])
+        check(logits)
+        at += 1
+    logits, cache = model.decode(cache, text[None, at : at + 16])
+    check(logits[0])
+    assert at + 16 > start + ring_size(model.config)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(model):
     """The ids are equal. Not every bit is: XLA on CPU adds up a row of a larger array in another order."""
-    for alone, together in alone_and_together(model, MAX_LEN):
+    for alone, together in alone_and_together(model, MAX_LEN, 6):
         assert_close(alone, together)
