@@ -3,18 +3,13 @@
 Layer by layer: interpreted kernels are large programs, and one for the whole model compiles for many minutes.
 """
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import dsv41_jax as ds
 from dsv41_jax import dspark
-from dsv41_jax.layer_map import Mode
-from layer_by_layer import LayerByLayer, layer_program, layers
+from layer_by_layer import LayerByLayer
 from tiny_golden import assert_rms, prompt, recording
 
 FEW = 8  # tokens of a block that reads the rings themselves, as decoding does
@@ -37,21 +32,10 @@ def first_draft(model: ds.Model, run: LayerByLayer, anchor: int) -> np.ndarray:
     return np.asarray(draft(*static, model.params, *inputs)[1])[0, 0]
 
 
-def reusing_layers(model: ds.Model) -> dict[int, Callable]:
-    """Programs that call the kernels' references, of the layers that reuse a selection."""
-    by_references = dataclasses.replace(model._runner.numerics, implementation="auto")
-    reusing = [layer for layer in layers(model.config) if layer.kind.mode is Mode.REUSE]
-    return {layer.number: layer_program(model.config, by_references, layer.kind) for layer in reusing}
-
-
-@pytest.mark.parametrize("every_layer", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_short(tiny, every_layer):
-    """The prompt in blocks of 8, then token by token, with the first draft after the prompt and after some tokens.
-
-    Layers that reuse a selection call kernels that their sources call too: in the plain run they take the references.
-    """
+def test_short(tiny):
+    """The prompt in blocks of 8, then token by token, with the first draft after the prompt and after some tokens."""
     model, g = tiny("released", "interpret"), recording("short")
-    run = LayerByLayer(model, None if every_layer else reusing_layers(model), block=FEW)
+    run = LayerByLayer(model, block=FEW)
     ids, tokens = prompt("short")[0], g["ref.decode_tokens"]
     assert_rms(run.run(ids), g["ref.prefill_logits"], 0.01, argmax=1)
     seed_drafts(model, run, 0)
