@@ -46,7 +46,8 @@ def full(report: Report) -> str:
         "",
     ]
     if report.error:
-        lines += [f"does not compile: {report.error}"]
+        verdict = "DOES NOT FIT" if "RESOURCE_EXHAUSTED" in report.error else "does not compile"
+        lines += [f"{verdict}: {report.error}", ""]
     if report.memory:
         lines += [*_memory(report.memory), ""]
     if report.traffic:

@@ -56,6 +56,11 @@ class PlannedStep:
         """Descriptions of the arguments, by name."""
         return dict(zip(self.step.names, self.step.arguments, strict=True))
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the arguments on a device, by name."""
+        return {name: sum(map(local_bytes, jax.tree.leaves(tree))) for name, tree in self.arguments.items()}
+
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
         """The step as a jaxpr. Arguments that it does not use stay: they are in memory all the same."""
@@ -111,7 +116,7 @@ class PlannedStep:
     def memory(self, analysis: Any) -> Memory:
         """From a compiled program's `memory_analysis()`."""
         memory = Memory(
-            parts={name: sum(map(local_bytes, jax.tree.leaves(tree))) for name, tree in self.arguments.items()},
+            parts=self.parts,
             arguments=analysis.argument_size_in_bytes,
             scratch=analysis.temp_size_in_bytes,
             outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
@@ -143,7 +148,8 @@ def report(request: Request, by_rule: bool) -> Report:
         try:
             compiled = planned.compiled()
         except Exception as error:  # it does not fit, or the compiler refuses: both are results
-            return dataclasses.replace(found, error=_reason(error), **_spent(traced))
+            parts = ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in planned.parts.items())
+            return dataclasses.replace(found, error=f"{_reason(error)} Arguments alone: {parts}.", **_spent(traced))
         found = dataclasses.replace(found, **_spent(traced), memory=planned.memory(compiled.memory_analysis()))
         say("reading the program")
         program = CompiledProgram(compiled.as_text())
