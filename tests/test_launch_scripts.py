@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,9 @@ def tool(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def script(name: str, *arguments: str, path: Path, **variables: str) -> subprocess.CompletedProcess:
+def script(name: str, *arguments: str, path: Path, root: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **variables}
-    command = ["bash", str(ROOT / "launch" / name), *arguments]
+    command = ["bash", str(root / "launch" / name), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
@@ -57,7 +58,14 @@ def test_tpu_vm_runs_the_command_on_every_host(gcloud):
 
 
 def test_tpu_vm_sets_up_what_is_committed(gcloud):
-    assert script("tpu_vm.sh", "slice", "zone-a", "setup", path=gcloud).returncode == 0
+    checkout = gcloud / "checkout"
+    (checkout / "launch").mkdir(parents=True)
+    shutil.copy(ROOT / "launch" / "tpu_vm.sh", checkout / "launch")
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for step in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *step], check=True)
+    done = script("tpu_vm.sh", "slice", "zone-a", "setup", path=gcloud, root=checkout)
+    assert done.returncode == 0, done.stderr
     calls = (gcloud / "calls").read_text()
     assert "scp" in calls and "slice:dsv41-jax.tar.gz" in calls and "pip install" in calls
     assert calls.count("--worker=all") == 2
