@@ -189,6 +189,15 @@ def sampling_logits(logits: Array, settings: RowSettings, counts: TokenCounts) -
     return jnp.where(settings.temperature[:, None] > 0, filtered, jnp.where(best, 0.0, -jnp.inf))
 
 
+def row_keys(settings: RowSettings, step: Array) -> Array:
+    """PRNG keys [B] of the rows' next tokens; step int32 [B], how many tokens of the output were drawn before."""
+
+    def key(seed: Array, stream: Array, step: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
+
+    return jax.vmap(key)(settings.seed, settings.stream, step)
+
+
 @jax.jit
 def sample(logits: Array, settings: RowSettings, counts: TokenCounts, step: Array) -> tuple[Array, TokenCounts]:
     """Next token of each row.
@@ -200,10 +209,7 @@ def sample(logits: Array, settings: RowSettings, counts: TokenCounts, step: Arra
         int32 [B], and the counts with it.
     """
 
-    def key(seed: Array, stream: Array, step: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
-
-    keys = jax.vmap(key)(settings.seed, settings.stream, step)
+    keys = row_keys(settings, step)
     tokens = jax.vmap(jax.random.categorical)(keys, sampling_logits(logits, settings, counts)).astype(jnp.int32)
     return tokens, count_tokens(counts, tokens)
 

@@ -289,16 +289,22 @@ def cache_pages(
     return shards * pages_of_shard(config, numerics, pages)
 
 
-def zero_cache(config: ModelConfig, numerics: Numerics, mesh: Mesh, batch: int, max_len: int) -> CacheArrays:
-    """An empty cache made in its shards; every row owns the pages it can need. Page ids count within a device."""
+def zero_cache(
+    config: ModelConfig, numerics: Numerics, mesh: Mesh, batch: int, max_len: int, pages: int | None = None
+) -> CacheArrays:
+    """An empty cache made in its shards; every row owns the pages it can need. Page ids count within a device.
+
+    With `pages` given, of each device's pools, rows own no page yet (all tables name page 0).
+    """
     layout = layout_of(mesh)
-    pages = cache_pages(config, numerics, layout, batch, max_len)
-    return _cache_maker(config, numerics, mesh, padded_rows(batch, layout), max_len, pages)()
+    own = pages is None
+    pages = cache_pages(config, numerics, layout, batch, max_len, pages)
+    return _cache_maker(config, numerics, mesh, padded_rows(batch, layout), max_len, pages, own)()
 
 
 @functools.lru_cache(maxsize=64)
 def _cache_maker(
-    config: ModelConfig, numerics: Numerics, mesh: Mesh, rows: int, max_len: int, pages: int
+    config: ModelConfig, numerics: Numerics, mesh: Mesh, rows: int, max_len: int, pages: int, own: bool
 ) -> Callable[[], CacheArrays]:
     """What makes caches of a size, compiled once."""
     layout = layout_of(mesh)
@@ -306,6 +312,8 @@ def _cache_maker(
     def make() -> CacheArrays:
         arrays = zero_arrays(config, numerics, rows, max_len, pages)
         per_row = arrays.page_table.shape[1]
+        if not own:
+            return arrays
         return arrays.replace(page_table=page_tables(rows, per_row, layout.data * layout.tensor))
 
     return jax.jit(make, out_shardings=shardings(mesh, cache_specs(jax.eval_shape(make), layout)))

@@ -81,6 +81,8 @@ class GenerationRequest:
         stream: number of the random stream; sample i of a request with n > 1 has i << 16, as in `Model.generate`.
         stop_ids: ids that end the text, the end-of-sequence id among them; they are not given to the sink.
         logprobs: how many likeliest tokens to report beside each; None for no log probabilities.
+        batch_invariant: the text does not depend on what else runs, not even where it had to make room and begin again
+            (its tokens are then read back one by one, as they were written).
         priority: smaller runs first. tenant: requests of different tenants take turns at equal priority.
         deadline: `time.monotonic()` at which it ends unfinished, or None.
     """
@@ -95,6 +97,7 @@ class GenerationRequest:
     stream: int = 0
     logprobs: int | None = None
     constraint: Constraint | None = None
+    batch_invariant: bool = True
     priority: int = 0
     tenant: str = ""
     deadline: float | None = None

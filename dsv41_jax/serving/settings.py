@@ -36,6 +36,7 @@ class ServeSettings:
     rows: int = setting(16, "requests that run at once; their windows are allocated for it", least=1)
     max_len: int = setting(8192, "most tokens of a request, prompt and answer together", least=128)
     pages: int | None = setting(None, "pages of 128 tokens of all requests together (default: enough for every row)")
+    reserve_tokens: int = setting(512, "tokens of an answer that pages are kept for when a request starts", least=1)
     prefill_block: int | None = setting(None, "tokens of a prompt that one step reads (default: by the devices)")
     decode_rows: int | None = setting(None, "rows that one decode step takes (default: by the devices)")
     max_stall_ms: float = setting(250.0, "longest that reading prompts may delay the texts that are written", least=1)
