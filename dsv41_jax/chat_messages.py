@@ -25,7 +25,8 @@ class Dialogue:
     """A checked conversation.
 
     Attributes:
-        conversation: the library's. images: in the order of the messages; placeholder i is a source that holds i.
+        conversation: the library's. images: in the order of the messages; placeholder i is a source that holds i. None:
+            the conversation's sources are the images themselves.
         thinking: whether the model is to think. effort: 1 to 100 where that is a number, else None.
         continues: whether the last message is an assistant's that goes on (`prefix`).
         complete: whether the last message is an assistant's that is finished.
@@ -33,7 +34,7 @@ class Dialogue:
     """
 
     conversation: Any
-    images: list[Any]
+    images: list[Any] | None
     thinking: bool
     effort: int | None
     continues: bool

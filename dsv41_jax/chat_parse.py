@@ -26,6 +26,16 @@ _REPLACED = {ord(char): "\ufffd" for char in _SPELLING.values()}
 _REMOVED = {ord(char): None for char in _SPELLING.values()}
 
 
+def parser_markers() -> deepseek_recipe.SpecialTokens:
+    """The control tokens as `SpelledTokens` writes them: the parser's `ParsingOptions.special_tokens`."""
+    return deepseek_recipe.SpecialTokens(**_SPELLING)
+
+
+def without_markers(text: str) -> str:
+    """The parser's output without the control tokens that it left there."""
+    return text.translate(_REMOVED)
+
+
 @dataclasses.dataclass(frozen=True)
 class ChatDelta:
     """What one step of an answer adds.
@@ -47,6 +57,61 @@ class ChatDelta:
         return bool(self.content or self.reasoning or self.tool_calls or self.finish_reason)
 
 
+class SpelledTokens:
+    """The tokens of an answer as the text that the parser reads, control tokens as noncharacters.
+
+    Attributes:
+        in_reasoning: whether the reasoning has not ended. reasoning_tokens: tokens before its end.
+        problems: departures from the release's format, in words.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, in_reasoning: bool):
+        self._tokenizer = tokenizer
+        self._control = {tokenizer.token_id(name): name for name in (THINK_END, DSML)}
+        self._decoder = StreamDecoder(tokenizer)
+        self._marker = ""  # a DSML token whose next character has not come
+        self.in_reasoning = in_reasoning
+        self.reasoning_tokens = 0
+        self.problems: list[str] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain."""
+        self.reasoning_tokens += self.in_reasoning
+        name = self._control.get(token_id)
+        if name == DSML:
+            self._marker = _MARKERS[DSML]  # until the next character tells whether it is a tag
+            return ""
+        if name == THINK_END:
+            if not self.in_reasoning:
+                self.problem(f"{THINK_END} came outside of reasoning")
+            self.in_reasoning = False
+            return _MARKERS[THINK_END]
+        if token_id in self._tokenizer.control_ids:
+            self.problem(f"the control token {self._tokenizer.name(token_id)} came inside the answer")
+        text = self._decoder.push(token_id).translate(_REPLACED)
+        if not self._marker or not text:
+            return text
+        # The release's tags have a space after the marker; without one it is an older model's, and no call.
+        marker, self._marker = self._marker, ""
+        if not text.startswith(" "):
+            self.problem(f"{DSML} without a space after it is no tag of this model")
+            return text
+        if self.in_reasoning:
+            self.problem("tool calls came before the end of the reasoning")
+            self.in_reasoning = False
+        return marker + text
+
+    def rest(self) -> str:
+        """End of the answer: a marker that was held back. A character whose last bytes did not come is left out."""
+        marker, self._marker = self._marker, ""
+        return marker
+
+    def problem(self, text: str) -> None:
+        """Note a departure, once."""
+        if text not in self.problems:
+            self.problems.append(text)
+
+
 class AnswerParser:
     """Incremental: tokens in, deltas out. How the tokens are cut into pushes makes no difference to the sum.
 
@@ -56,7 +121,6 @@ class AnswerParser:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: ChatPrompt):
-        self._tokenizer = tokenizer
         stages = deepseek_recipe.ThinkingInitialStage
         stage = None
         if prompt.thinking and prompt.stage == "reasoning":
@@ -66,83 +130,55 @@ class AnswerParser:
         options = deepseek_recipe.ParsingOptions(
             starts_in_tool_calls=prompt.stage == "calls",
             thinking_initial_stage=stage,
-            special_tokens=deepseek_recipe.SpecialTokens(**_SPELLING),
+            special_tokens=parser_markers(),
         )
         conversation = deepseek_recipe.Conversation([deepseek_recipe.UserMessage("")], thinking_mode=prompt.thinking)
         request = deepseek_recipe.ConversationRequest(conversation, deepseek_recipe.ModelVersion.DeepseekV41Flash)
         generator = deepseek_recipe.ChatCompletionRequest.chunk_generator(request, "", "")
         self._stream = deepseek_recipe.StreamProcessor(generator, options)
-        self._control = {tokenizer.token_id(name): name for name in (THINK_END, DSML)}
-        self._decoder = StreamDecoder(tokenizer)
-        self._marker = ""  # a DSML token whose next character has not come
-        self._in_reasoning = stage is not None and prompt.stage == "reasoning"
+        self._tokens = SpelledTokens(tokenizer, stage is not None and prompt.stage == "reasoning")
         self._arguments: dict[int, tuple[str, str]] = {}
-        self.reasoning_tokens = 0
-        self.problems: list[str] = []
         self._read(self._stream.push(deepseek_recipe.InferenceChunk.ready()))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._tokens.reasoning_tokens
+
+    @property
+    def problems(self) -> list[str]:
+        return self._tokens.problems
 
     def push(self, token_ids: Iterable[int]) -> ChatDelta:
         """What these tokens make certain."""
-        text = "".join(map(self._spelled, token_ids))
+        text = "".join(map(self._tokens.push, token_ids))
         return self._read(self._stream.push(deepseek_recipe.InferenceChunk.text(text))) if text else ChatDelta()
 
     def finish(self) -> ChatDelta:
         """End of the answer: what was held back."""
         chunks = []
-        if self._marker:
-            chunks += self._stream.push(deepseek_recipe.InferenceChunk.text(self._marker))
+        if rest := self._tokens.rest():
+            chunks += self._stream.push(deepseek_recipe.InferenceChunk.text(rest))
         chunks += self._stream.push(deepseek_recipe.InferenceChunk.finish(deepseek_recipe.InferenceFinishReason.Stop))
         if not self._stream.finished:
             chunks += self._stream.finish()
         delta = self._read(chunks)
-        if self._in_reasoning:
-            self._problem("the reasoning did not end")
+        if self._tokens.in_reasoning:
+            self._tokens.problem("the reasoning did not end")
         for name, arguments in self._arguments.values():
             for problem in _argument_problems(name, arguments):
-                self._problem(problem)
+                self._tokens.problem(problem)
         return delta
-
-    def _spelled(self, token_id: int) -> str:
-        """One token as the parser reads it."""
-        self.reasoning_tokens += self._in_reasoning
-        name = self._control.get(token_id)
-        if name == DSML:
-            self._marker = _MARKERS[DSML]  # until the next character tells whether it is a tag
-            return ""
-        if name == THINK_END:
-            if not self._in_reasoning:
-                self._problem(f"{THINK_END} came outside of reasoning")
-            self._in_reasoning = False
-            return _MARKERS[THINK_END]
-        if token_id in self._tokenizer.control_ids:
-            self._problem(f"the control token {self._tokenizer.name(token_id)} came inside the answer")
-        text = self._decoder.push(token_id).translate(_REPLACED)
-        if not self._marker or not text:
-            return text
-        # The release's tags have a space after the marker; without one it is an older model's, and no call.
-        marker, self._marker = self._marker, ""
-        if not text.startswith(" "):
-            self._problem(f"{DSML} without a space after it is no tag of this model")
-            return text
-        if self._in_reasoning:
-            self._problem("tool calls came before the end of the reasoning")
-            self._in_reasoning = False
-        return marker + text
-
-    def _problem(self, text: str) -> None:
-        if text not in self.problems:
-            self.problems.append(text)
 
     def _read(self, chunks: list) -> ChatDelta:
         content, reasoning, calls = [], [], []
         for chunk in chunks:
             delta = json.loads(chunk.to_json())["choices"][0]["delta"]
-            content.append((delta.get("content") or "").translate(_REMOVED))
-            reasoning.append((delta.get("reasoning_content") or "").translate(_REMOVED))
+            content.append(without_markers(delta.get("content") or ""))
+            reasoning.append(without_markers(delta.get("reasoning_content") or ""))
             for call in delta.get("tool_calls") or ():
                 function = call["function"]
                 for part in function.keys() & {"name", "arguments"}:
-                    function[part] = function[part].translate(_REMOVED)
+                    function[part] = without_markers(function[part])
                 name, arguments = self._arguments.get(call["index"], (function.get("name", ""), ""))
                 self._arguments[call["index"]] = name, arguments + function.get("arguments", "")
                 calls.append(call)

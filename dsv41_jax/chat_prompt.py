@@ -39,7 +39,8 @@ class ChatPrompt:
     """A rendered conversation.
 
     Attributes:
-        pieces: the prompt in order. images: in the order of their placeholders.
+        pieces: the prompt in order. images: in the order of their placeholders; the library's image sources where the
+            dialogue has no images of its own.
         stage: where the answer begins. continues: whether it goes on with an assistant's text.
     """
 
@@ -79,7 +80,10 @@ def render(dialogue: Dialogue) -> ChatPrompt:
     last = next(piece.text for piece in reversed(pieces) if piece.control)
     return ChatPrompt(
         pieces=tuple(pieces),
-        images=tuple(dialogue.images[int(source.data)] for source in rendered.image_sources),
+        images=tuple(
+            source if dialogue.images is None else dialogue.images[int(source.data)]
+            for source in rendered.image_sources
+        ),
         thinking=dialogue.thinking,
         stage={THINK: "reasoning", DSML: "calls"}.get(last, "content"),
         continues=dialogue.continues,
