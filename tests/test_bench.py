@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dsv41_jax.benchmarks import generate, kernels
+from dsv41_jax.benchmarks.machine import machine
 from dsv41_jax.kernel_workloads import Workload
 from dsv41_jax.kernel_workloads.timing import Roofline
 from launch import bench
@@ -16,18 +18,18 @@ from launch import bench
 def test_ratios_are_to_the_first_case_of_a_kind():
     speeds = iter([10, 100, 20, 50, 400, 10, 30, 100, 20])
     cases = [
-        bench.Case("prefill", "released", "exact", lambda: (next(speeds), 1.0)),
-        bench.Case("decode", "released", "no drafts", lambda: (next(speeds), 2.0)),
-        bench.Case("decode", "released", "drafts", lambda: (next(speeds), 1.0), lambda: 1.5),
+        generate.Case("prefill", "released", "exact", lambda: (next(speeds), 1.0)),
+        generate.Case("decode", "released", "no drafts", lambda: (next(speeds), 2.0)),
+        generate.Case("decode", "released", "drafts", lambda: (next(speeds), 1.0), lambda: 1.5),
     ]
-    bench.measure(cases, 2)  # the first round is not counted
-    rows = bench.results(cases)
+    generate.measure(cases, 2)  # the first round is not counted
+    rows = generate.results(cases)
     assert [row["tokens_per_second"] for row in rows] == [40, 125, 15]
     assert [row["ratio"] for row in rows] == [1, 1, 15 / 125]
     assert (rows[1]["slowest"], rows[1]["fastest"]) == (50, 200)
     assert [row["accepted"] for row in rows] == [None, None, 1.5]
-    assert bench.table(rows).splitlines()[-1] == "| decode | released | drafts | 15.0 (10.0 to 20.0) | 0.12 | 1.50 |"
-    assert bench.machine()["cores"] >= 1
+    assert generate.table(rows).splitlines()[-1] == "| decode | released | drafts | 15.0 (10.0 to 20.0) | 0.12 | 1.50 |"
+    assert machine()["cores"] >= 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["train"], ["generate", "--numerics", "fp3"]])
@@ -55,7 +57,7 @@ def test_generate_runs(capsys):
 def test_a_kernel_is_timed_beside_its_reference():
     x = jnp.ones((4, 4))
     work = Workload("double", "mhc", lambda key: x, lambda a, how: 2 * a if how == "tpu" else a + a, 1000, 0)
-    row = bench.kernel_row(work, jax.random.key(0), "tpu", Roofline(copy=1e6, matmul=1.0, call=1e-5))
+    row = kernels.kernel_row(work, jax.random.key(0), "tpu", Roofline(copy=1e6, matmul=1.0, call=1e-5))
     assert row["ratio"] == pytest.approx(row["reference_ms"] / row["kernel_ms"])
     assert row["of_bound"] == pytest.approx(1e-3 / (row["kernel_ms"] / 1e3)) and not row["reference_of_a_part"]
 
