@@ -79,9 +79,7 @@ class Sampler:
             logits=jnp.zeros((rows, vocab), jnp.float32),
         )
 
-    def start(
-        self, row: int, sampling: SamplingOptions, stream: int, prompt: np.ndarray, output: list[int]
-    ) -> None:
+    def start(self, row: int, sampling: SamplingOptions, stream: int, prompt: np.ndarray, output: list[int]) -> None:
         """A request begins in a row; `output`: what was written before, of one that begins again."""
         in_prompt = np.zeros((1, self.vocab), bool)
         in_prompt[0, prompt] = True

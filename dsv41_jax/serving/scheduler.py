@@ -94,7 +94,7 @@ class Scheduler:
 
     def _wanted(self, task: Task) -> int:
         """Pages that must be free for it to start."""
-        answer = min(max(len(task.output), self.reserve), task.request.max_new_tokens)
+        answer = min(len(task.output) + self.reserve, task.request.max_new_tokens)
         return pages_for(task.prompt_length + answer)
 
     def _place(self, pages: int) -> int | None:
