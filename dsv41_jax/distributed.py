@@ -151,6 +151,11 @@ def connect(mesh: Mesh) -> None:
     jax.block_until_ready(jax.jit(step)(ones))
 
 
+def here() -> Processes:
+    """The run that this process is part of: alone where it joined none."""
+    return Processes(None) if _here is None else _here
+
+
 def check_same(facts: Mapping[str, Any]) -> None:
     """`Processes.check_same` of the run that this process is part of; nothing where it is alone."""
     if _here is not None:
@@ -182,6 +187,7 @@ class Processes:
 
     Attributes:
         count, index: how many there are, and which one this is. names: what each is called in messages.
+        address: (host, port) of process 0; None where it is alone. The next two ports are jax's and the server's.
     """
 
     def __init__(self, roll_call: RollCall | None):
@@ -189,6 +195,7 @@ class Processes:
         self.count = 1 if roll_call is None else roll_call.processes
         self.index = 0 if roll_call is None else roll_call.process
         self.names = ["this process"] if roll_call is None else roll_call.names
+        self.address = None if roll_call is None else roll_call.address
         self._checks = 0
 
     def check_same(self, facts: Mapping[str, Any]) -> None:

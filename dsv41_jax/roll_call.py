@@ -44,7 +44,7 @@ class RollCall:
         ended: what to do when another process has ended; for tests.
 
     Attributes:
-        names: what each process is called in messages.
+        names: what each process is called in messages. address: (host, port) where process 0 listens.
 
     Raises:
         ValueError: the processes were not started with the same number, or two with the same index. TimeoutError: not
@@ -62,7 +62,7 @@ class RollCall:
         ended: Callable[[str], None] = end_process,
     ):
         self.processes, self.process = processes, process
-        self._address, self._ended = (host, port), ended
+        self.address, self._ended = (host, port), ended
         self._peer_timeout, self._start_timeout = peer_timeout, start_timeout
         self._self = {"process": process, "processes": processes, "host": socket.gethostname(), "pid": os.getpid()}
         self.names: list[str] = []
@@ -87,7 +87,7 @@ class RollCall:
         """Process 0: wait until all the others have come."""
         here = {0: self._self}
         try:
-            with listener_at(*self._address) as listener:
+            with listener_at(*self.address) as listener:
                 while len(here) < self.processes:
                     left = deadline - time.monotonic()
                     if left <= 0:
@@ -141,13 +141,13 @@ class RollCall:
         came = ", ".join(_name(here[i]) for i in sorted(here))
         return (
             f"{self._start_timeout:g} s have passed and {_plural(absent)} {', '.join(absent)} of {self.processes} "
-            f"did not come to {address(*self._address)}; here: {came}. Is the same command running on every host, and "
+            f"did not come to {address(*self.address)}; here: {came}. Is the same command running on every host, and "
             "can they reach that address?"
         )
 
     def _answer(self, deadline: float) -> None:
         """Another process: come to process 0, and wait until it says that all are there."""
-        where = address(*self._address)
+        where = address(*self.address)
         reason = "nothing listens there"
         while True:
             left = deadline - time.monotonic()
@@ -157,7 +157,7 @@ class RollCall:
                     "process 0 running, is that its address, and is the port open between the hosts?"
                 )
             try:
-                line = MessageLine(socket.create_connection(self._address, timeout=min(left, 5.0)))
+                line = MessageLine(socket.create_connection(self.address, timeout=min(left, 5.0)))
             except OSError as error:
                 reason = error.strerror or str(error)
                 time.sleep(min(_RETRY_SECONDS, max(left, 0.0)))

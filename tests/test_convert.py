@@ -14,6 +14,7 @@ from dsv41_jax.checkpoint.checksum import crc32, read_checksums
 from dsv41_jax.checkpoint.convert import convert
 from dsv41_jax.checkpoint.released_folder import ReleasedFolder
 from dsv41_jax.checkpoint.safetensors_file import CheckpointError
+from dsv41_jax.model_folder import find_folder
 from launch.convert import main
 from launch.verify import main as verify_main
 from oracle_weights import read_safetensors
@@ -61,7 +62,7 @@ def test_there_and_back(released, orbax, tmp_path, capsys):
 
 
 def test_the_demo_there_and_back(tmp_path):
-    demo = ds.load.__globals__["_find"]("demo", None)
+    demo = find_folder("demo", None)
     assert main([str(demo), str(tmp_path / "orbax"), "--to=orbax"]) == 0
     assert main([str(tmp_path / "orbax"), str(tmp_path / "back"), "--to=released"]) == 0
     assert tensors(tmp_path / "back") == tensors(demo)

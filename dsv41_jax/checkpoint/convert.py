@@ -17,6 +17,7 @@ from dsv41_jax.checkpoint.open_folder import is_orbax_folder, open_folder
 from dsv41_jax.checkpoint.released_folder import complain
 from dsv41_jax.checkpoint.safetensors_file import CheckpointError
 from dsv41_jax.checkpoint.save_released import SHARD_BYTES
+from dsv41_jax.model_folder import find_folder
 
 FORMATS = ("orbax", "released")
 _ALONE = Processes()
@@ -69,7 +70,7 @@ def convert(
     target = Path(target).resolve()
     if not force and not (target / CHECKSUM_FILE).is_file():
         check_free(target)  # before anything is downloaded
-    folder = _find(source, revision)
+    folder = find_folder(source, revision).resolve()
     _check_target(folder, target)
     if is_orbax_folder(folder) == (to == "orbax"):
         raise CheckpointError(f"{folder}: is in the format {to!r} already")
@@ -97,12 +98,6 @@ def convert(
         raise CheckpointError(
             f"{conversion.partial.path}: the disk is full; what is done is kept: make room and run the same command"
         ) from error
-
-
-def _find(source: str | Path, revision: str | None) -> Path:
-    from dsv41_jax.load import _find  # here, because it brings the whole model along
-
-    return _find(source, revision).resolve()
 
 
 def _check_target(source: Path, target: Path) -> None:

@@ -46,7 +46,7 @@ class ServingEngine:
         self._numbers = itertools.count()
         self._open = self._stopping = False
         self._stop_message = ""
-        self._compiled_before = 0
+        self._compiled_before: int | None = None
         self._seconds = 1.0  # that a request takes, of the last ones
         self._bytes = _device_bytes((loop.executor.runner.params, loop.executor.arrays))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -126,7 +126,7 @@ class ServingEngine:
             free_pages=loop.scheduler.pool.all_free,
             hbm_bytes=self._bytes,
             persistent_bytes=0,
-            compilations=programs_asked_for() - self._compiled_before if self._compiled_before else 0,
+            compilations=0 if self._compiled_before is None else programs_asked_for() - self._compiled_before,
             **dataclasses.asdict(counters),
         )
 

@@ -207,8 +207,9 @@ class Loop:
         if not self._together:
             self.sampler.put(logits, first_row)
         else:
-            for task in done:
-                self.sampler.put(logits[task.row : task.row + 1], task.row)
+            which = np.zeros(rows, bool)
+            which[[task.row for task in done]] = True
+            self.sampler.put_where(logits, which)
         for task in done:
             task.fresh = task.fed == len(task.output)
             if hasher is not None:
@@ -310,7 +311,10 @@ class Loop:
             return
         self._set_rows()
         for first, logits in self._decoded(tasks):
-            self.sampler.put(logits, first)
+            if self._together:
+                self.sampler.put_where(logits, np.isin(np.arange(self.executor.size.rows), list(tasks)))
+            else:
+                self.sampler.put(logits, first)
         for task in tasks.values():
             task.fed += 1
             task.fresh = task.fed == len(task.output)

@@ -55,6 +55,12 @@ def _put(state: _State, logits: Array, first: Array) -> _State:
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 @counted
+def _put_where(state: _State, logits: Array, which: Array) -> _State:
+    return state.replace(logits=jnp.where(which[:, None], logits.reshape(state.logits.shape), state.logits))
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+@counted
 def _choose(state: _State, wanted: Array, step: Array, mask: Array | None) -> tuple[Array, _State]:
     logits = state.logits
     if mask is not None:
@@ -90,6 +96,10 @@ class Sampler:
     def put(self, logits: Array, first: int) -> None:
         """New logits [b, V] or [b, 1, V] of the rows from `first` on."""
         self._state = _put(self._state, logits, np.int32(first))
+
+    def put_where(self, logits: Array, which: np.ndarray) -> None:
+        """New logits [rows, V] or [rows, 1, V], of which those of the rows bool [rows] count."""
+        self._state = _put_where(self._state, logits, which)
 
     def choose(self, wanted: np.ndarray, steps: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
         """Draw tokens.
