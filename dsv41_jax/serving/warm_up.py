@@ -71,7 +71,7 @@ def _programs(loop: Loop) -> list[tuple[str, Callable[[], None]]]:
 
 def _image(loop: Loop) -> None:
     patch = vision_config(loop.config).patch_size
-    side = vision_config(loop.config).aligner_ratio
+    side = vision_config(loop.config).downsample_ratio
     loop.run(EmbedImage(np.zeros((side * side, 3, patch, patch), np.float32), (side, side)))
 
 

@@ -1,0 +1,194 @@
+"""A server's life: check, listen, load, warm up, serve, drain.
+
+The socket is bound before anything is loaded, and `/health` answers from then on; `/ready` and the API say 503 until
+everything is compiled. On SIGTERM or SIGINT nothing new is taken, what runs may end within `drain_seconds`, and the
+process exits with 0; a second signal ends it at once. If the engine breaks, the process exits with 1.
+"""
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import jax
+import uvicorn
+
+from dsv41_jax import numerics as numerics_module
+from dsv41_jax.checkpoint.open_folder import open_folder
+from dsv41_jax.distributed import Processes
+from dsv41_jax.generate import Model
+from dsv41_jax.load import load
+from dsv41_jax.mesh_layout import Layout
+from dsv41_jax.model_folder import find_folder
+from dsv41_jax.serving import memory
+from dsv41_jax.serving.auth import load_keys
+from dsv41_jax.serving.constraints import Constraints
+from dsv41_jax.serving.door import Door
+from dsv41_jax.serving.engine import ServingEngine
+from dsv41_jax.serving.executor import CacheSize, Executor
+from dsv41_jax.serving.followers import Leader, follow
+from dsv41_jax.serving.http import make_app
+from dsv41_jax.serving.limits import uvicorn_options
+from dsv41_jax.serving.loop import Loop
+from dsv41_jax.serving.metrics import Metrics
+from dsv41_jax.serving.scheduler import Scheduler
+from dsv41_jax.serving.settings import ServeSettings
+from dsv41_jax.serving.warm_up import warm_up
+from pallas_kernels.implementation import resolve
+
+_log = logging.getLogger(__name__)
+_FLUSH_SECONDS = 5  # for the last bytes of answers that are done
+_FOLLOWER_SECONDS = 600.0  # one host may load and compile so much longer than another
+
+
+def serve(settings: ServeSettings, processes: Processes) -> int:
+    """Serve until a signal comes; every process of a run calls it. Returns the exit code.
+
+    Raises:
+        ValueError, OSError: anything wrong with settings, model, mesh or memory, before it is loaded.
+    """
+    layout = None if settings.mesh is None else Layout.parse(settings.mesh)
+    if processes.count > 1 and layout is None:
+        raise ValueError(f"{processes.count} processes need a mesh over their {jax.device_count()} devices")
+    mesh = None if layout is None else layout.mesh()
+    keys = load_keys(settings)
+    size, plan = planned(settings, mesh)
+    if processes.index > 0:
+        return _follow(settings, mesh, size, processes)
+    print(plan, file=sys.stderr)
+    with _listen(settings) as listener:
+        return _Server(settings, listener, keys, size, processes).run(lambda: _load(settings, mesh))
+
+
+def planned(settings: ServeSettings, mesh: jax.sharding.Mesh | None) -> tuple[CacheSize, memory.MemoryPlan]:
+    """The cache, and the bytes of a device; ValueError where the settings do not fit the model or the memory."""
+    numerics = numerics_module.named(settings.numerics)
+    if settings.numerics == numerics_module.RELEASED.name:
+        numerics = numerics.computed_by(resolve("serve", settings.implementation))
+    config = open_folder(find_folder(settings.model, settings.revision)).config
+    size = memory.cache_size(settings, config, numerics, mesh)
+    storage = {"engram": settings.engram, "expert_storage": settings.expert_storage}
+    plan = memory.plan_memory(config, numerics, size, mesh, **storage)
+    memory.check_memory(plan)
+    return size, plan
+
+
+def _load(settings: ServeSettings, mesh: jax.sharding.Mesh | None) -> Model:
+    return load(
+        settings.model,
+        mesh,
+        numerics=settings.numerics,
+        engram=settings.engram,
+        expert_storage=settings.expert_storage,
+        implementation=settings.implementation,
+        revision=settings.revision,
+        dispatch=settings.dispatch,
+    )
+
+
+def _follow(settings: ServeSettings, mesh: jax.sharding.Mesh, size: CacheSize, processes: Processes) -> int:
+    """Another process than the first: it ends when that one does, not by a signal that all of a pod get."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _log.warning("process 0 decides when this server ends"))
+    executor = Executor(_load(settings, mesh)._runner, size, settings.prefill_block, settings.decode_rows)
+    follow(processes, executor, _FOLLOWER_SECONDS)
+    return 0
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(f"cannot listen at {settings.host} port {settings.port}: {error.strerror or error}") from error
+
+
+class _Server:
+    """Process 0."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        listener: socket.socket,
+        keys: tuple[str, ...],
+        size: CacheSize,
+        processes: Processes,
+    ):
+        self.settings, self.listener, self.keys, self.size = settings, listener, keys, size
+        self.processes = processes
+        self._door = Door()
+        self._end = threading.Event()
+        self._warm = self._broken = False
+        options = uvicorn_options(settings) | {"timeout_graceful_shutdown": _FLUSH_SECONDS}
+        self._http = uvicorn.Server(uvicorn.Config(self._door, **options))
+
+    def run(self, load_model: Callable[[], Model]) -> int:
+        """From the first signal handler to the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signal)
+        thread = threading.Thread(target=self._http.run, kwargs={"sockets": [self.listener]}, name="http", daemon=True)
+        thread.start()
+        engine = leader = None
+        try:
+            model = load_model()
+            model.require_tokenizer()
+            executor = Executor(model._runner, self.size, self.settings.prefill_block, self.settings.decode_rows)
+            if self.processes.count > 1:
+                leader = Leader(self.processes, executor, _FOLLOWER_SECONDS)
+            engine = self._start(model, executor, leader)
+            self._end.wait()
+            self._drain(engine)
+        finally:
+            if engine is not None:
+                engine.stop()
+            if leader is not None:
+                leader.end()
+            self._http.should_exit = True
+            thread.join(_FLUSH_SECONDS + 2)
+        return 1 if self._broken else 0
+
+    def _start(self, model: Model, executor: Executor, leader: Leader | None) -> ServingEngine:
+        settings, metrics = self.settings, Metrics()
+        run = executor.run if leader is None else leader.run
+        scheduler = Scheduler(self.size, settings.reserve_tokens)
+        loop = Loop(executor, scheduler, metrics, settings.max_stall_ms / 1000, run)
+        block = warm_up(loop)
+        if block * 1000 > settings.max_stall_ms:
+            _log.warning(
+                "a block of %d tokens takes %.0f ms, longer than max_stall_ms=%g: texts wait that long; give a "
+                "smaller prefill_block",
+                *(executor.block, block * 1000, settings.max_stall_ms),
+            )
+        engine = ServingEngine(loop, settings.max_queued, self._failed)
+        metrics.attach(engine)
+        config = model.config
+        constraints = Constraints(model.require_tokenizer(), config.vocab_size, config.eos_token_id)
+        self._door.app = make_app(engine, model, settings, constraints, metrics, self.keys)
+        engine.start()
+        self._warm = True
+        host, port = self.listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"ready: http://{shown}:{port}", file=sys.stderr, flush=True)
+        return engine
+
+    def _drain(self, engine: ServingEngine) -> None:
+        state = engine.state()
+        running = state.waiting + state.reading + state.writing
+        _log.warning("ending: %d requests may go on for %g s", running, self.settings.drain_seconds)
+        if not engine.drain(self.settings.drain_seconds):
+            _log.warning("requests are cut off after %g s", self.settings.drain_seconds)
+
+    def _failed(self, error: BaseException) -> None:
+        self._broken = True
+        self._end.set()
+
+    def _signal(self, number: int, frame: FrameType | None) -> None:
+        if self._warm and not self._end.is_set():
+            self._end.set()
+        elif self._warm or self.processes.count > 1:
+            raise SystemExit("serve: ended by a signal")  # the other hosts, if any, are told
+        else:
+            raise SystemExit(0)
