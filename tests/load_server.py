@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -40,8 +41,8 @@ class ScriptedServer:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             method, path, _ = head.split(" ", 2)
-            length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
-            body = json.loads(await reader.readexactly(length) or "null")
+            length = re.search(r"^content-length: (\d+)", head.lower(), re.M)
+            body = json.loads(await reader.readexactly(int(length[1]) if length else 0) or "null")
             if path == "/ready":
                 self._answer(writer, *self.ready)
             elif self.key and f"Authorization: Bearer {self.key}\r\n" not in head:

@@ -1,0 +1,156 @@
+"""The servers' configurations: their settings parse, and what they put on a chip fits, buffer by buffer.
+
+Nothing is compiled and no array is made: weights and cache are abstract arrays of the full size on an abstract mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import re
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from dsv41_jax import sharding
+from dsv41_jax.cache import pages_for
+from dsv41_jax.cache_size import cache_bytes
+from dsv41_jax.config import load_config
+from dsv41_jax.numerics import RELEASED
+from dsv41_jax.parallel import AXES
+from dsv41_jax.serving.settings import ServeSettings
+from dsv41_jax.sharding import Layout
+from dsv41_jax.topologies import parse
+from processes import ROOT
+
+GB = 10**9
+MARGIN = 0.04  # of a chip's usable memory: fragmentation, the runtime, what was forgotten here
+INT32 = 2**31  # elements of an array that 32-bit offsets reach
+STEP = 8192  # pages of a device by which configurations are rounded down
+SAMPLER_BYTES = 48  # of a row and an id: logits, bias and counts that stay (13), logits of a step, sorted copies
+# Of an image: scores of a tile of queries (vision.SCORE_BYTES), and of the patches of the largest one their hidden
+# rows, as bf16 and float32, a few at a time.
+VISION_BYTES = int(0.7 * GB)
+
+# Machine, and GB of scratch, inputs and program of the prefill step on all rows with blocks of 512 tokens, as planned:
+#   python launch/plan.py --topology=v6e:4x4 --engram=host --phase=prefill --batch=64 --context=1048576
+#   python launch/plan.py --topology=v5p:4x4x4 --phase=prefill --batch=256 --context=1048576
+#   python launch/plan.py --topology=h200:1x8 --phase=prefill --batch=64
+# A decode step takes less than a tenth of that.
+PODS = {
+    "serve_v6e16": ("v6e:4x4", 3.27),
+    "serve_v5p": ("v5p:4x4x4", 28.61),
+    "serve_gpu": ("h200:1x8", 2.24),
+}
+
+
+def config_of(name: str) -> Any:
+    """The module of a configuration."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"configs/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings_of(name: str) -> ServeSettings:
+    return ServeSettings.of(config_of(name).get_config().to_dict())
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of one device's part of abstract arrays."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@functools.cache
+def abstract(name: str) -> tuple[ServeSettings, Any, Any, Any]:
+    """Settings, machine, parameters and cache of a pod."""
+    settings, machine, config = settings_of(name), parse(PODS[name][0]), load_config(str(ROOT / "configs/flash.py"))
+    numerics = RELEASED.computed_by("tpu" if machine.tpu else "gpu")
+    layout = Layout.parse(settings.mesh)
+    mesh = AbstractMesh(layout.sizes, AXES)
+    options = {"engram": settings.engram, "expert_storage": settings.expert_storage}
+    params = sharding.abstract(config, numerics, mesh, **options)
+    shards = layout.data * layout.tensor
+    pages = None if settings.pages is None else settings.pages // shards
+    cache = sharding.abstract_cache(config, numerics, mesh, settings.rows, settings.max_len, pages)
+    return settings, machine, params, cache
+
+
+def buffers(name: str) -> dict[str, int]:
+    """Bytes of a chip, by what takes them; on the chip with the sampler."""
+    settings, _, params, cache = abstract(name)
+    config = load_config(str(ROOT / "configs/flash.py"))
+    layout = Layout.parse(settings.mesh)
+    block, rows = settings.prefill_block, settings.rows // (layout.data * layout.tensor)
+    return {
+        "weights": local_bytes(params),
+        "page pools": local_bytes((cache.main_kv, cache.index_key)),
+        "windows": local_bytes((cache.window, cache.draft_window, cache.tail_values, cache.tail_gates)),
+        "tables": local_bytes((cache.page_table, cache.encoder_floor, cache.decoder_floor)),
+        "prefill step": int(PODS[name][1] * GB),
+        "images": rows * block * config.hidden_size * 4 + VISION_BYTES,
+        "sampler": settings.rows * config.vocab_size * SAMPLER_BYTES,
+    }
+
+
+@pytest.mark.parametrize("name", ["serve_demo", *PODS])
+def test_settings_parse_and_say_only_what_differs(name):
+    values = config_of(name).get_config().to_dict()
+    settings = ServeSettings.of(values)
+    defaults = ServeSettings()
+    assert {key for key, value in values.items() if value == getattr(defaults, key)} <= {"model", "rows", "max_len"}
+    assert settings.host == "127.0.0.1" and settings.api_key_file is None, "open to others by a flag, not by a config"
+
+
+def test_the_demo_is_what_its_docstring_says():
+    module = config_of("serve_demo")
+    settings, config = ServeSettings.of(module.get_config().to_dict()), load_config(str(ROOT / "configs/demo.py"))
+    assert settings.max_len <= config.max_position_embeddings and settings.rows % settings.decode_rows == 0
+    size = cache_bytes(config, settings.rows, settings.max_len)
+    for label, nbytes in (("page pools", size.pages), ("windows", size.windows)):
+        [said] = re.findall(rf"^ +{label} +([\d.]+) ", module.get_config.__doc__, re.M)
+        assert float(said) == pytest.approx(nbytes / 1e6, abs=0.06)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_fits_its_chips(name):
+    settings, machine, _, cache = abstract(name)
+    layout = Layout.parse(settings.mesh)
+    assert layout.devices == machine.devices
+    taken, usable = buffers(name), machine.chip.memory
+    assert sum(taken.values()) <= (1 - MARGIN) * usable
+    shards = layout.data * layout.tensor
+    of_shard = settings.pages // shards
+    assert settings.pages % shards == 0 and settings.rows % shards == 0
+    assert cache.index_key["r1"]["codes"].shape[1] == settings.pages, "nothing is rounded up"
+    assert of_shard >= settings.rows // shards * pages_for(settings.max_len), "every row can be as long as it may"
+    # As many pages as fit: with STEP more on a device they would not, or an array would pass 32-bit offsets.
+    more = 1 + STEP / of_shard
+    elements = max(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(cache))
+    assert elements < INT32 and of_shard % STEP == 0
+    grown = sum(taken.values()) + (more - 1) * taken["page pools"]
+    assert grown > (1 - MARGIN) * usable or more * elements >= INT32
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_the_docstring_has_the_sum(name):
+    """GB of 10^9 bytes, two places, each line named as in `buffers`."""
+    _, machine, _, _ = abstract(name)
+    taken, text = buffers(name), config_of(name).get_config.__doc__
+    expected = taken | {"in all": sum(taken.values()), "usable": machine.chip.memory}
+    for label, nbytes in expected.items():
+        found = re.findall(rf"^ +{label} +([\d.]+)(?: |$)", text, re.M)
+        assert len(found) == 1, label
+        assert float(found[0]) == pytest.approx(nbytes / GB, abs=0.0051), label
+
+
+def test_hosts_can_hold_their_part_of_the_tables():
+    """Engram off the devices: a v6e host (ct6e-standard-4t, 720 GB) holds a quarter of 203 GB."""
+    settings, machine, _, _ = abstract("serve_v6e16")
+    config = load_config(str(ROOT / "configs/flash.py"))
+    row = config.engram_head_dim + config.engram_head_dim // 32
+    tables = sum(config.engram_num_embeddings) * row
+    assert settings.engram == "host" and tables / machine.hosts == pytest.approx(50.7 * GB, rel=0.01)
