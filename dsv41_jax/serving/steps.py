@@ -5,6 +5,7 @@ A step as bytes is a line of JSON (its kind, and the names, dtypes and shapes of
 
 import dataclasses
 import json
+import math
 
 import ml_dtypes  # noqa: F401  (makes numpy know bfloat16 by name)
 import numpy as np
@@ -81,13 +82,13 @@ def from_bytes(raw: bytes) -> Step:
     end = raw.find(b"\n")
     head = json.loads(raw[: max(end, 0)])
     values, at = head["plain"], end + 1
-    for name, dtype, shape in head["arrays"]:
-        kind = np.dtype(dtype)
-        size = int(np.prod(shape)) * kind.itemsize
-        values[name] = np.frombuffer(raw[at : at + size], kind).reshape(shape)
-        at += size
-    if at != len(raw):
-        raise ValueError(f"a step of {at} bytes came as {len(raw)}")
+    kinds = [(name, np.dtype(dtype), shape) for name, dtype, shape in head["arrays"]]
+    whole = at + sum(math.prod(shape) * kind.itemsize for _, kind, shape in kinds)
+    if whole != len(raw):
+        raise ValueError(f"a step of {whole} bytes came as {len(raw)}")
+    for name, kind, shape in kinds:
+        values[name] = np.frombuffer(raw, kind, math.prod(shape), at).reshape(shape)
+        at += values[name].nbytes
     if "grid" in values:
         values["grid"] = tuple(values["grid"])
     return _KINDS[head["kind"]](**values)
