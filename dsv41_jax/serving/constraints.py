@@ -182,8 +182,8 @@ class GrammarConstraint:
     """A request's place in its grammar; a `request.Constraint`. For one thread at a time.
 
     Raises:
-        RuntimeError: by `fill`, where no text can go on (a dead end in a client's grammar) or a step is too costly; by
-            `advance`, for a token that was not allowed. The request cannot go on then.
+        RuntimeError: by `fill`, where no text can go on (a dead end in a client's grammar), a step was too costly, or a
+            token came that was not allowed. The request cannot go on then.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, exists: np.ndarray, after: int | None = None):
@@ -209,8 +209,7 @@ class GrammarConstraint:
             if token_id == self._after:
                 self._after = None
             return
-        if not self._matcher.consume_token(int(token_id)):
-            raise RuntimeError(f"the token {token_id} is not one that the constraint allows: {_message(self._matcher)}")
+        self._matcher.consume_token(int(token_id))  # what goes wrong is said by the next `fill`
 
 
 class _Vocabulary:
