@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsv41_jax.load_test import picture, report
+from dsv41_jax.load_test import command, picture, report
 from dsv41_jax.load_test.client import Options, Outcome, complete
 from dsv41_jax.load_test.connection import Server
 from dsv41_jax.load_test.drive import Load, Measured, run
@@ -185,7 +185,7 @@ def test_a_sweep_is_printed_drawn_and_written(tmp_path, capsys):
     out, png = tmp_path / "found.json", tmp_path / "sweep.png"
     with scripted(key="secret", first=0.005, each=0.002) as server:
         key = tmp_path / "keys"
-        key.write_text("secret\nother\n")
+        key.write_text("# of the tests\nsecret\nother\n")
         serve(server, f"--api_key_file={key}", "--concurrency=1,3", "--requests=8", f"--out={out}", f"--png={png}")
     text = capsys.readouterr().out
     assert text.startswith("scripted at http://127.0.0.1") and "a:3:5:4, b:1:9:8" in text
@@ -224,6 +224,15 @@ def test_a_server_that_cannot_be_measured(script, message):
     with scripted(**script) as server, pytest.raises(SystemExit) as ended:
         serve(server, "--requests=1")
     assert message in ended.value.code and "secret" not in ended.value.code
+
+
+def test_where_keys_come_from(monkeypatch, tmp_path):
+    assert command.api_key(None) is None
+    monkeypatch.setenv("DSV41_API_KEYS", " one, two")
+    assert command.api_key(None) == "one"
+    (tmp_path / "keys").write_text("# nothing\n\n")
+    with pytest.raises(ValueError, match="no key"):
+        command.api_key(str(tmp_path / "keys"))
 
 
 def test_no_server_and_no_address():

@@ -19,7 +19,7 @@ from dsv41_jax.load_test.connection import Server
 from dsv41_jax.load_test.drive import Load, Measured, run
 from dsv41_jax.load_test.workload import MIXES, Planned, Shape, parse_mix, requests
 
-_KEYS = "DSV41_API_KEYS"  # as the server reads them: one a line
+_KEYS = "DSV41_API_KEYS"  # as the server reads them, commas between them
 
 
 def _numbers(text: str) -> list[float]:
@@ -128,8 +128,8 @@ def api_key(file: str | None) -> str | None:
     Raises:
         ValueError: an empty file. OSError: no file.
     """
-    text = os.environ.get(_KEYS, "") if file is None else Path(file).read_text()
-    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = os.environ.get(_KEYS, "").split(",") if file is None else Path(file).read_text().splitlines()
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if file is not None and not keys:
         raise ValueError(f"--api_key_file={file}: there is no key in it")
     return keys[0] if keys else None
