@@ -7,13 +7,13 @@ def get_config() -> ConfigDict:
     """64 requests at once, 8 a GPU, of up to a million tokens. Engram tables are on the devices: they fit.
 
     Mesh 1x1x8: all GPUs of the machine are one tensor group, over NVLink. Of a GPU, in GB of 10^9 bytes; what
-    tests/test_serve_configs.py computes, or takes from `launch/plan.py`:
+    tests/test_serve_configs.py computes, or has from the compiler:
 
         weights        64.86   experts in FP4, an 8th of them; an 8th of the Engram tables
         page pools     16.80   147,456 pages x 128 tokens x 890 bytes
         windows         0.03   8 rows x 3,478,272 bytes: rings, compressor tails
         tables          0.00   page tables and floors
-        prefill step    2.24   scratch, inputs and program for 512 tokens of every row, by plan.py
+        largest step    2.24   scratch, inputs, program: 512 tokens of every row through the encoder
         images          0.78   embeddings of a block, the vision tower's activations
         sampler         0.40   logits, bias, counts, sorted copies of 64 rows, on the first GPU
         in all         85.11

@@ -9,13 +9,13 @@ def get_config() -> ConfigDict:
     Mesh 8x1x8: every chip has rows of its own, and dense matrices are split as far as attention's head groups allow. A
     prefill step on 512 tokens of all rows takes at least 138 ms (matrix unit, by plan.py), less than `max_stall_ms`;
     with 64 rows it would be a quarter, and a prompt that comes alone would be read sooner. Of a chip, in GB of 10^9
-    bytes; what tests/test_serve_configs.py computes, or takes from `launch/plan.py`:
+    bytes; what tests/test_serve_configs.py computes, or has from the compiler:
 
         weights        10.09   experts in FP4, a 64th of them; a 64th of the Engram tables
         page pools     16.80   147,456 pages x 128 tokens x 890 bytes
         windows         0.01   4 rows x 3,478,272 bytes: rings, compressor tails
         tables          0.00   page tables and floors
-        prefill step   28.61   scratch, inputs and program for 512 tokens of every row, by plan.py
+        largest step   28.61   scratch, inputs, program: 512 tokens of every row through all layers
         images          0.74   embeddings of a block, the vision tower's activations
         sampler         1.59   logits, bias, counts, sorted copies of 256 rows, on the first chip
         in all         57.85

@@ -7,16 +7,16 @@ def get_config() -> ConfigDict:
     """64 requests at once, 4 a chip, of up to a million tokens. Engram tables are in the hosts' memory, 51 GB each.
 
     Mesh 2x1x8: with tensor 8 the dense matrices take the least memory of a chip (4x1x4: 1.31 GB more). Of a chip, in GB
-    of 10^9 bytes; what tests/test_serve_configs.py computes, or takes from `launch/plan.py`:
+    of 10^9 bytes; what tests/test_serve_configs.py computes, or has from the compiler:
 
         weights       20.89   experts in FP4, a 16th of them; no Engram tables
         page pools     6.53   57,344 pages x 128 tokens x 890 bytes
         windows        0.01   4 rows x 3,478,272 bytes: rings, compressor tails
         tables         0.00   page tables and floors
-        prefill step   3.27   scratch, inputs and program for 512 tokens of every row, by plan.py
+        largest step   3.40   scratch, inputs, program: 512 tokens of every row through all layers
         images         0.74   embeddings of a block, the vision tower's activations
         sampler        0.40   logits, bias, counts, sorted copies of 64 rows, on the first chip
-        in all        31.85
+        in all        31.98
         usable        33.55   what libtpu lets a program have; 4 % of it stay free
 
     The 64 rows can use 32,768 pages of a chip; the others are room for prefixes that are kept.
