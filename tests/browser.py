@@ -108,7 +108,8 @@ class ScriptedServer:
                     size = size % 7 + 1
                     yield answer[:size]
                     answer = answer[size:]
-                    await asyncio.sleep(0)
+                    # Long enough where a character is cut that its parts arrive apart.
+                    await asyncio.sleep(0.02 if answer[:1] and 0x80 <= answer[0] < 0xC0 else 0)
                 answer = await self._next()
         except asyncio.CancelledError:
             self.disconnected.set()

@@ -91,7 +91,7 @@ export async function* chatChunks(body, key, signal) {
         } catch {
           throw new ApiFailure("The server sent something that cannot be read.", 0);
         }
-        if (chunk.error) throw new ApiFailure(chunk.error.message ?? "The answer failed.", response.status);
+        if (chunk.error) throw new ApiFailure(chunk.error.message ?? "The answer failed.", 0);
         yield chunk;
       }
       if (part.done) throw new ApiFailure("The connection ended before the answer did.", 0);

@@ -16,6 +16,12 @@ const HEADING = /^(#{1,6})\s+(.*)/;
 const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 
+const TABLE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$|^\s*\|\s*:?-+:?\s*\|\s*$/;
+
+function cells(line) {
+  return line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+}
+
 function blocks(text) {
   const lines = text.split("\n");
   const found = [];
@@ -43,15 +49,27 @@ function blocks(text) {
       add({ kind: "quote", text: body.join("\n") });
     } else if (ITEM.test(line)) {
       const items = [];
-      const first = ITEM.exec(line)[2];
+      const indents = []; // of the lists that are open, outermost first
+      const ordered = ITEM.exec(line)[2] !== undefined;
       for (; at < lines.length; at += 1) {
         const item = ITEM.exec(lines[at]);
-        if (item && (item[2] !== undefined) !== (first !== undefined) && !item[1]) break;
-        if (item) items.push({ level: Math.min(3, Math.floor(item[1].length / 2)), text: item[3] });
-        else if (lines[at].trim() && !FENCE.test(lines[at])) items.at(-1).text += `\n${lines[at].trim()}`;
-        else break;
+        if (item) {
+          const indent = item[1].length;
+          while (indents.length > 1 && indent < indents.at(-1)) indents.pop();
+          if (!indents.length || indent > indents.at(-1) + 1) indents.push(indent);
+          if (indents.length === 1 && (item[2] !== undefined) !== ordered) break;
+          items.push({ level: indents.length - 1, start: item[2], text: item[3] });
+        } else if (lines[at].trim() && !FENCE.test(lines[at])) {
+          items.at(-1).text += `\n${lines[at].trim()}`;
+        } else {
+          break;
+        }
       }
-      add({ kind: "list", start: first, items });
+      add({ kind: "list", items });
+    } else if (line.includes("|") && TABLE.test(lines[at + 1] ?? "")) {
+      const rows = [cells(line)];
+      for (at += 2; at < lines.length && lines[at].includes("|"); at += 1) rows.push(cells(lines[at]));
+      add({ kind: "table", rows });
     } else {
       const body = [];
       const ends = [FENCE, HEADING, ITEM, RULE];
@@ -67,22 +85,47 @@ function blocks(text) {
 function element(block) {
   if (block.kind === "code") return codeBlock(block.text, block.language);
   if (block.kind === "rule") return document.createElement("hr");
-  if (block.kind === "list") {
-    const list = document.createElement(block.start === undefined ? "ul" : "ol");
-    if (block.start !== undefined) list.start = Number(block.start);
-    for (const item of block.items) {
-      const li = document.createElement("li");
-      if (item.level) li.className = `level-${item.level}`;
-      inline(li, item.text);
-      list.append(li);
-    }
-    return list;
-  }
+  if (block.kind === "list") return list(block.items);
+  if (block.kind === "table") return table(block.rows);
   // The page's own headings are h1 and h2.
   const names = { heading: `h${Math.min(6, (block.level ?? 0) + 2)}`, quote: "blockquote", paragraph: "p" };
   const node = document.createElement(names[block.kind]);
   inline(node, block.text);
   return node;
+}
+
+function list(items) {
+  const open = []; // lists, outermost first
+  for (const item of items) {
+    open.length = Math.min(open.length, item.level + 1);
+    if (open.length <= item.level) {
+      const inner = document.createElement(item.start === undefined ? "ul" : "ol");
+      if (item.start !== undefined) inner.start = Number(item.start);
+      open.at(-1)?.lastElementChild.append(inner);
+      open.push(inner);
+    }
+    const li = document.createElement("li");
+    inline(li, item.text);
+    open.at(-1).append(li);
+  }
+  return open[0];
+}
+
+function table(rows) {
+  const frame = document.createElement("div");
+  frame.className = "table";
+  frame.tabIndex = 0; // it scrolls
+  const node = document.createElement("table");
+  rows.forEach((row, at) => {
+    const tr = node.insertRow();
+    for (const text of row) {
+      const cell = document.createElement(at ? "td" : "th");
+      inline(cell, text);
+      tr.append(cell);
+    }
+  });
+  frame.append(node);
+  return frame;
 }
 
 /** A block of code with a button that copies it. */

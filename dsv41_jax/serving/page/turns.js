@@ -110,7 +110,7 @@ export class AnswerTurn {
     if (this.#reasoning) {
       if (this.thinking.hidden && !this.#thoughtFor) this.thinking.open = true;
       this.thinking.hidden = false;
-      this.summary.textContent = this.#thoughtFor ? `Thought for ${duration(this.#thoughtFor)}` : "Thinking";
+      this.summary.textContent = this.#thoughtFor ? thought(this.#thoughtFor) : "Thinking";
       this.thinking.classList.toggle("running", !this.#thoughtFor);
       this.thought.textContent = this.#reasoning.trim();
     }
@@ -137,7 +137,8 @@ export class AnswerTurn {
       const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
       facts.push(`prompt of ${usage.prompt_tokens}${cached ? `, ${cached} cached` : ""}`);
     }
-    this.foot.append(make("span", "facts", facts.join(" · ")));
+    const actions = make("span", "actions");
+    this.foot.append(make("span", "facts", facts.join(" · ")), actions);
     if (this.#content) {
       const copy = button("Copy", async () => {
         await navigator.clipboard.writeText(this.#content).then(
@@ -146,12 +147,12 @@ export class AnswerTurn {
         );
         setTimeout(() => (copy.textContent = "Copy"), 1500);
       });
-      this.foot.append(copy);
+      actions.append(copy);
     }
     this.again = make("span", "again");
     this.again.append(button("Retry", retry));
     if (edit) this.again.append(button("Edit question", edit));
-    this.foot.append(this.again);
+    actions.append(this.again);
   }
 
   /** The conversation goes on: this answer cannot be asked for again. */
@@ -208,14 +209,25 @@ function callView(call) {
   }
   const list = make("dl", "arguments");
   for (const [name, value] of Object.entries(values)) {
-    list.append(make("dt", "", name), make("dd", "", typeof value === "string" ? value : JSON.stringify(value, null, 1)));
+    list.append(make("dt", "", name), make("dd", "", shown(value)));
   }
   if (!list.children.length) view.append(make("p", "hint", "without arguments"));
   else view.append(list);
   return view;
 }
 
+function shown(value) {
+  if (typeof value === "string") return value;
+  const line = JSON.stringify(value);
+  return line.length > 60 ? JSON.stringify(value, null, 2) : line;
+}
+
+function thought(seconds) {
+  return seconds < 0.5 ? "Thought briefly" : `Thought for ${duration(seconds)}`;
+}
+
 function duration(seconds) {
+  if (seconds < 1) return `${Math.round(seconds * 100) / 100} s`;
   if (seconds < 10) return `${number.format(seconds)} s`;
   const whole = Math.round(seconds);
   return whole < 60 ? `${whole} s` : `${Math.floor(whole / 60)} min ${whole % 60} s`;
