@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import time
 
 import pytest
 from PIL import Image
@@ -278,7 +279,7 @@ def test_the_strip_is_live_while_it_is_seen(page, server):
     has(page.locator("#strip-hbm"), "1.5 GiB")
     has(page.locator("#strip-persistent"), "50 MiB")
     has(page.locator("#strip-cached"), "1.2K")
-    has(page.locator("#strip-rate"), re.compile(r"^[3-5]\d$"))  # 50 tokens in a second and what the question takes
+    has(page.locator("#strip-rate"), re.compile(r"^([1-4]?\d|50)(\.\d)?$"))  # 50 tokens a question, one a second
     page.evaluate(
         """() => {
             Object.defineProperty(document, "hidden", {value: true, configurable: true});
@@ -290,8 +291,10 @@ def test_the_strip_is_live_while_it_is_seen(page, server):
     page.wait_for_timeout(1150)
     assert server.state_reads == reads
     page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-    page.wait_for_timeout(300)
-    assert server.state_reads == reads + 1
+    end = time.monotonic() + 5
+    while server.state_reads == reads and time.monotonic() < end:
+        page.wait_for_timeout(20)
+    assert server.state_reads > reads
 
 
 def test_narrow_windows(page, server):
