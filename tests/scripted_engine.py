@@ -12,7 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anthropic
+import httpx
 import numpy as np
+import openai
 import uvicorn
 
 from dsv41_jax.completion import GeneratedToken, TokenLogprob
@@ -198,6 +201,19 @@ class Constraints:
         return make
 
 
+# Without `verify=False` each client reads the system's certificates, which takes longer than most tests.
+
+
+def openai_client(server: SimpleNamespace, api_key: str = "none") -> openai.OpenAI:
+    http_client = openai.DefaultHttpxClient(verify=False)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=api_key, max_retries=0, http_client=http_client)
+
+
+def anthropic_client(server: SimpleNamespace, api_key: str = "none") -> anthropic.Anthropic:
+    http_client = anthropic.DefaultHttpxClient(verify=False)
+    return anthropic.Anthropic(base_url=server.url, api_key=api_key, max_retries=0, http_client=http_client)
+
+
 class _Errors(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -211,7 +227,7 @@ class _Errors(logging.Handler):
 def serve(
     engine: ScriptedEngine, constraints: Any = None, images: bool = False, errors: int = 0, **settings: Any
 ) -> Iterator[SimpleNamespace]:
-    """A server on a free port: its url, port, settings and metrics. `errors`: how many lines at error level it logs."""
+    """A server on a free port: its url, port, and a client. `errors`: how many lines at error level it logs."""
     settings = ServeSettings(**{"model": "demo", "max_len": 4096, "default_max_tokens": 256} | settings)
     model = SimpleNamespace(config=demo_config(images), tokenizer=demo_tokenizer())
     metrics = Metrics()
@@ -228,7 +244,9 @@ def serve(
             assert time.monotonic() < until and thread.is_alive(), "the server does not start"
             time.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", port=port, settings=settings, metrics=metrics, app=app)
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, verify=False, timeout=20) as client:
+            yield SimpleNamespace(url=url, port=port, http=client)
     finally:
         server.should_exit = True
         thread.join(10)

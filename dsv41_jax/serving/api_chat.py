@@ -10,15 +10,8 @@ import deepseek_recipe
 from dsv41_jax.arguments import check_whole
 from dsv41_jax.serving.answers import Done, Logprobs, Usage, server_sent, to_json
 from dsv41_jax.serving.api_errors import ApiError, openai_error
-from dsv41_jax.serving.conversion import (
-    Asked,
-    Converted,
-    read_effort,
-    read_logprobs,
-    read_several,
-    refuse_fields,
-    with_system_role,
-)
+from dsv41_jax.serving.conversion import Asked, Converted
+from dsv41_jax.serving.options import read_effort, read_logprobs, read_several, refuse_fields, with_system_role
 
 MOST_CHOICES = 128
 _REFUSED = {

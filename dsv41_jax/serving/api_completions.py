@@ -17,7 +17,8 @@ from dsv41_jax.completion import GeneratedToken, TextRow, TokenLogprob
 from dsv41_jax.serving.answers import Done, Events, Usage, server_sent, to_json
 from dsv41_jax.serving.api_chat import MOST_CHOICES, usage_of
 from dsv41_jax.serving.api_errors import ApiError, of_ended, openai_error
-from dsv41_jax.serving.conversion import (
+from dsv41_jax.serving.exchange import Job
+from dsv41_jax.serving.options import (
     Served,
     answer_length,
     check_model,
@@ -30,7 +31,6 @@ from dsv41_jax.serving.conversion import (
     read_sampling,
     refuse_fields,
 )
-from dsv41_jax.serving.exchange import Job
 from dsv41_jax.serving.outbox import Outbox
 from dsv41_jax.serving.request import Constraint, Ended, GenerationRequest
 from dsv41_jax.serving.settings import ServeSettings
@@ -102,9 +102,13 @@ class TextSink:
         self._stream, self._index, self._request_id = request["stream"], request["index"], request["request_id"]
         self._logprobs = _LegacyLogprobs(tokenizer, len(request["echo"])) if request["logprobs"] else None
         self._pieces: list[str] = []
+        self._logged: list[int] | None = [] if request["log"] else None
+        self._tokenizer = tokenizer
         self._add(request["echo"])
 
     def token(self, token: GeneratedToken) -> bool:
+        if self._logged is not None:
+            self._logged.append(token.token_id)
         if self._logprobs is not None and token.logprob is not None:
             self._logprobs.add(token.logprob)
         self._add(self._row.push(token))
@@ -113,6 +117,9 @@ class TextSink:
     def done(self, ended: Ended) -> None:
         usage = Usage(ended.prompt_tokens, ended.cached_tokens, ended.completion_tokens, 0)
         done = Done(self._index, self._request_id, ended, usage)
+        if self._logged is not None:
+            text = self._tokenizer.decode(self._logged, keep_control=True)
+            _LOG.info("answer of %s (%s): %r", self._request_id, ended.reason, text)
         if of_ended(ended) is None:
             rest = self._row.flush()
             reason = "stop" if ended.reason == "stop" else "length"
@@ -171,7 +178,7 @@ class _Asked:
             token_ids, echo = self.prompts[which]
             request_id = f"{head.response_id}-{index}"
             facts = {"stream": self.stream, "index": index, "request_id": request_id, "echo": echo}
-            facts["logprobs"] = self.logprobs is not None
+            facts |= {"logprobs": self.logprobs is not None, "log": served.settings.log_prompts}
             requests.append(
                 GenerationRequest(
                     request_id=request_id,

@@ -20,6 +20,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_MOST_MESSAGE = 1000  # characters
 # The words `Metrics.rejected` counts under.
 _REASONS = {401: "unauthorized", 408: "slow", 413: "too_large", 429: "queue_full", 503: "not_serving"}
 
@@ -28,8 +29,8 @@ class ApiError(Exception):
     """A request that gets an error for an answer.
 
     Attributes:
-        status: of HTTP. message: for the client's eyes. code: a short word that programs look for. param: the field at
-            fault. headers: of the response.
+        status: of HTTP. message: for the client's eyes, cut where it quotes too much. code: a short word that programs
+            look for. param: the field at fault. headers: of the response.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
+        message = message if len(message) <= _MOST_MESSAGE else message[:_MOST_MESSAGE] + " ..."
         self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers
 
     @property

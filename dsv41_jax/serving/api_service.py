@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from dsv41_jax.arguments import check_ids, check_text
 from dsv41_jax.serving.api_errors import ApiError
 from dsv41_jax.serving.chat_job import ChatJobs
-from dsv41_jax.serving.conversion import Served, check_model, read_json
 from dsv41_jax.serving.limits import read_body
 from dsv41_jax.serving.metrics import Metrics
+from dsv41_jax.serving.options import Served, check_model, read_json
 from dsv41_jax.serving.request import Engine
 
 _NO_SNIFFING = {

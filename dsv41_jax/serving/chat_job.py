@@ -12,8 +12,9 @@ import numpy as np
 
 from dsv41_jax.serving.answers import AnswerShape, ChatSink, Done
 from dsv41_jax.serving.api_errors import ApiError, of_exception
-from dsv41_jax.serving.conversion import ChatShape, Converted, Prepared, Served, convert, prepare, read_json
+from dsv41_jax.serving.conversion import ChatShape, Converted, Prepared, convert, prepare
 from dsv41_jax.serving.exchange import Job
+from dsv41_jax.serving.options import Served, read_json
 from dsv41_jax.serving.outbox import Outbox
 from dsv41_jax.serving.request import GenerationRequest
 

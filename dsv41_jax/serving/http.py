@@ -30,11 +30,11 @@ from dsv41_jax.serving.api_responses import ResponsesShape
 from dsv41_jax.serving.api_service import Service
 from dsv41_jax.serving.auth import ApiKeys, load_keys
 from dsv41_jax.serving.chat_job import ChatJobs
-from dsv41_jax.serving.conversion import ConstraintFactory, Served
 from dsv41_jax.serving.exchange import MakeJob, exchange
 from dsv41_jax.serving.image_sources import ImageSources
 from dsv41_jax.serving.limits import ClientGone, Refusal
 from dsv41_jax.serving.metrics import Metrics
+from dsv41_jax.serving.options import ConstraintFactory, Served
 from dsv41_jax.serving.request import Engine, NotServing, QueueFull, RequestError
 from dsv41_jax.serving.settings import ServeSettings
 

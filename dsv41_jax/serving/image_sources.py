@@ -21,12 +21,9 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NO_DESTINATIONS = tuple(
     ipaddress.ip_network(network)
     for network in (
-        "64:ff9b::/96",  # NAT64: IPv4 addresses in disguise, and so the three below
-        "64:ff9b:1::/48",
-        "2002::/16",
-        "2001::/32",
+        *("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"),  # IPv4 addresses inside IPv6
         "168.63.129.16/32",  # Azure's host, which answers its guests alone
-        "100.64.0.0/10",
+        *("100.64.0.0/10", "192.0.0.0/24", "192.88.99.0/24"),  # some versions of Python have these as global
     )
 )
 
@@ -44,6 +41,11 @@ def is_public(address: str) -> bool:
     if not ip.is_global or ip.is_multicast or ip.is_reserved or ip.is_unspecified:
         return False
     return not any(ip.version == network.version and ip in network for network in _NO_DESTINATIONS)
+
+
+def place(source: Any) -> str:
+    """Where in the request an image stands."""
+    return source.path.lstrip(".") or "image"
 
 
 class ImageSources:
@@ -68,7 +70,7 @@ class ImageSources:
         if not self._settings.image_urls:
             for source in sources:
                 if source.kind == "url":
-                    text = f"{source.path}: this server fetches no images, send the image as a data URL"
+                    text = f"{place(source)}: this server fetches no images, send the image as a data URL"
                     raise ApiError(400, text, "image_url_refused")
 
     async def fetch(self, source: Any) -> bytes | str:
@@ -86,9 +88,9 @@ class ImageSources:
             async with asyncio.timeout(FETCH_SECONDS):
                 return await asyncio.shield(asyncio.wrap_future(found))
         except TimeoutError:
-            raise ApiError(400, f"{source.path}: the image did not come in {FETCH_SECONDS:g} s") from None
+            raise ApiError(400, f"{place(source)}: the image did not come in {FETCH_SECONDS:g} s") from None
         except deepseek_recipe.ImageError as error:
-            raise ApiError(400, f"{source.path}: the image cannot be fetched ({error.kind})") from None
+            raise ApiError(400, f"{place(source)}: the image cannot be fetched ({error.kind})") from None
 
     def _fetch(self, url: str, found: "Future[bytes]") -> None:
         try:

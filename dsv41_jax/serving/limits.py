@@ -18,8 +18,9 @@ async def read_body(request: Request, settings: ServeSettings) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: 413 above `max_body_bytes`, as soon as that is known; 408 after a silence of `idle_seconds`; 415 for
-            anything that does not say it is JSON (a web page can send such bodies to any server unasked).
+        ApiError: 413 above `max_body_bytes`, as soon as that is known; 408 after a silence of `idle_seconds`, or
+            `request_seconds` in all; 415 for anything that does not say it is JSON (a web page can send such bodies to
+            any server unasked).
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -29,9 +30,11 @@ async def read_body(request: Request, settings: ServeSettings) -> bytes:
     too_large = ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
     if length.isdigit() and int(length[:20]) > most:
         raise too_large
+    until = asyncio.get_running_loop().time() + settings.request_seconds
     while True:
         try:
-            async with asyncio.timeout(settings.idle_seconds):
+            left = until - asyncio.get_running_loop().time()
+            async with asyncio.timeout(min(settings.idle_seconds, left)):
                 message = await request.receive()
         except TimeoutError:
             raise ApiError(408, "the body did not come", headers={"Connection": "close"}) from None
@@ -112,9 +115,13 @@ class TimedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # What the transport still holds must be read in time too; `pause_writing` comes only at its limit.
-        if self.transport.get_write_buffer_size() and self._writing is None:
-            self._writing = self.loop.call_later(self.idle_seconds, self._give_up_unread)
+        if self.transport.is_closing():  # but not before all is read
+            self._writing = self._writing or self.loop.call_later(self.idle_seconds, self._give_up)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():  # `close` would wait for it to be read
+            self._give_up()
+        super().timeout_keep_alive_handler()
 
     def _expect_request(self) -> None:
         if self._reading is None:
@@ -122,11 +129,6 @@ class TimedProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self.transport.abort()
-
-    def _give_up_unread(self) -> None:
-        self._writing = None
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:
