@@ -15,10 +15,10 @@ def get_config() -> ConfigDict:
         page pools     16.80   147,456 pages x 128 tokens x 890 bytes
         windows         0.01   4 rows x 3,478,272 bytes: rings, compressor tails
         tables          0.00   page tables and floors
-        largest step   28.61   scratch, inputs, program: 512 tokens of every row through all layers
+        largest step   28.80   scratch, inputs, program: 512 tokens of every row through all layers
         images          0.74   embeddings of a block, the vision tower's activations
         sampler         1.59   logits, bias, counts, sorted copies of 256 rows, on the first chip
-        in all         57.85
+        in all         58.04
         usable        102.80   what libtpu lets a program have
 
     More pages would fit, but with 155,345 on a device the largest array has 2^31 elements, more than 32-bit offsets

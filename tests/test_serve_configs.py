@@ -42,7 +42,7 @@ VISION_BYTES = int(0.7 * GB)
 # than a tenth. Of the GPUs: the encoder alone, by `plan.py --topology=h200:1x8 --phase=prefill`.
 PODS = {
     "serve_v6e16": ("v6e:4x4", 3.40),
-    "serve_v5p": ("v5p:4x4x4", 28.61),
+    "serve_v5p": ("v5p:4x4x4", 28.80),
     "serve_gpu": ("h200:1x8", 2.24),
 }
 
