@@ -94,7 +94,7 @@ class ScriptedEngine:
 
     Attributes:
         requests: all that were submitted. ended: (request, how). cancelled: ids that were cancelled while running.
-        refuse: raised by `submit` where it is set.
+        refuse: raised by `submit` where it is set. obedient: whether a script that a constraint forbids fails.
     """
 
     def __init__(self, *scripts: Script | str):
@@ -103,7 +103,7 @@ class ScriptedEngine:
         self.ended: list[tuple[GenerationRequest, Ended]] = []
         self.cancelled: list[str] = []
         self.refuse: Exception | None = None
-        self.ready = True
+        self.ready = self.obedient = True
         self._running: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
 
@@ -141,7 +141,10 @@ class ScriptedEngine:
             time.sleep(0.002)
 
     def _write(self, request: GenerationRequest, script: Script, stop: threading.Event) -> None:
-        reason, tokens, message = self._tokens(request, script, stop)
+        try:
+            reason, tokens, message = self._tokens(request, script, stop)
+        except AssertionError as error:
+            reason, tokens, message = "failed", 0, str(error)
         ended = Ended(reason, len(request.token_ids), tokens, script.cached, message)
         with self._lock:
             del self._running[request.request_id]
@@ -159,7 +162,8 @@ class ScriptedEngine:
                 return "deadline", i, "it took too long"
             if token_id in request.stop_ids:
                 return "stop", i, ""
-            _follow(request, token_id)
+            if self.obedient:
+                _follow(request, token_id)
             logprob = None
             if request.logprobs is not None:
                 top = ((token_id, -0.25), (9, float("-inf")), *((i, -2.0) for i in range(100, 120)))

@@ -53,8 +53,8 @@ class ImageSources:
 
     The library's fetcher asks its filter about every address that it is about to connect to: after the name was
     resolved, and again for each redirect. So neither a name that resolves to a private address, nor one that resolves
-    to another address the second time, gets past it. It has no time limit of its own: a fetch runs in a thread that is
-    given up after `FETCH_SECONDS`, and only so many such threads may be there.
+    to another address the second time, gets past it. It gives up after a minute: a fetch runs in a thread that
+    is not waited for longer than `FETCH_SECONDS`, and only so many such threads may be there.
     """
 
     def __init__(self, settings: ServeSettings):
