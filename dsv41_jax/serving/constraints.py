@@ -21,11 +21,13 @@ from dsv41_jax.serving.constraint_schema import MAX_BYTES, check_schema, json_te
 from dsv41_jax.serving.request import RequestError
 from dsv41_jax.tokenizer import Tokenizer
 
-# White space inside of JSON: a space, or one line break with its indentation. A model that is weak, or at a loss, could
-# go on with white space forever wherever any number of it may stand.
-_JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,16}"}
-# Fixed text in whatever tokens the model likes, as in text that is not constrained. Otherwise llguidance works out its
-# usual tokens in the engine's thread, which for "a{1000000}" takes seconds.
+# JSON on one line, as in the model's training: a space may follow a comma or a colon, and no other white space stands
+# outside of strings. A model that is weak, or at a loss, could go on forever where any number of it may.
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ",\\x20?", "key_separator": ":\\x20?"}
+# Text that only one continuation can follow comes in the tokenizer's usual tokens, which llguidance works out in the
+# engine's thread: 3 microseconds a byte, and all of a run at once. So where a run may be long (a schema is, or a pattern
+# as short as "a{1000000}" says so) it is left to the model in which tokens it writes it.
+_MOST_FIXED = 1 << 14
 _FREE_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 # Bounds of compilation (up to about 0.1 s) and of a step (up to about 20 ms), after which llguidance gives up.
 _LIMITS = llguidance.LLParserLimits(
@@ -70,7 +72,7 @@ class Constraints:
         return self.json_schema({"type": "object"}, thinking)
 
     def json_schema(self, schema: Any, thinking: bool) -> "GrammarConstraint":
-        """A JSON value that follows a schema, with its properties in the schema's order."""
+        """A JSON value that follows a schema, on one line, with its properties in the schema's order."""
         grammar = self._json_grammar(check_schema(schema))
         return self._constraint(grammar, thinking, "the schema")
 
@@ -108,12 +110,12 @@ class Constraints:
         schemas = tools_by_name(tools, only)
         for name, schema in schemas.items():
             self._matcher(self._json_grammar(schema), f"the parameters of the tool {name!r}")
-        dsml = self._control(DSML)
-        lark = calls_grammar(schemas, dsml, opened, several, _JSON_OPTIONS) + _FREE_TOKENS
-        return self._constraint(lark, thinking, "the tools")
+        lark = calls_grammar(schemas, self._control(DSML), opened, several, _JSON_OPTIONS)
+        return self._constraint(_with_tokens(lark, json_text(schemas, "the list of tools")), thinking, "the tools")
 
     def _json_grammar(self, schema: dict[str, Any]) -> str:
-        return f"start: %json {json_text(schema | {'x-guidance': _JSON_OPTIONS}, 'the schema')}{_FREE_TOKENS}"
+        text = json_text(schema | {"x-guidance": _JSON_OPTIONS}, "the schema")
+        return _with_tokens(f"start: %json {text}\n", text)
 
     def _control(self, name: str) -> int:
         if not self._tokenizer.is_control(name):
@@ -227,6 +229,11 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+
+def _with_tokens(lark: str, schema: str) -> str:
+    """The grammar of a schema (JSON) with the choice of how its fixed text is cut into tokens."""
+    return lark + _FREE_TOKENS if len(schema.encode()) > _MOST_FIXED or '"pattern' in schema else lark
 
 
 def _packed(allowed: np.ndarray) -> np.ndarray:

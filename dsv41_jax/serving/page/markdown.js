@@ -76,7 +76,7 @@ function blocks(text) {
       for (; at < lines.length && lines[at].trim() && !(body.length && ends.some((e) => e.test(lines[at]))); at += 1) {
         body.push(lines[at]);
       }
-      add({ kind: "paragraph", text: body.join("\n") });
+      add({ kind: "paragraph", text: body.join("\n").trim() });
     }
   }
   return found;
