@@ -33,7 +33,7 @@ def parser_markers() -> deepseek_recipe.SpecialTokens:
 
 def without_markers(text: str) -> str:
     """The parser's output without the control tokens that it left there."""
-    return text.translate(_REMOVED)
+    return text if text.isascii() else text.translate(_REMOVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,9 @@ class SpelledTokens:
             return _MARKERS[THINK_END]
         if token_id in self._tokenizer.control_ids:
             self.problem(f"the control token {self._tokenizer.name(token_id)} came inside the answer")
-        text = self._decoder.push(token_id).translate(_REPLACED)
+        text = self._decoder.push(token_id)
+        if not text.isascii():
+            text = text.translate(_REPLACED)
         if not self._marker or not text:
             return text
         # The release's tags have a space after the marker; without one it is an older model's, and no call.

@@ -1,6 +1,7 @@
 """The public APIs through a real socket and their own clients; a scripted engine writes the answers."""
 
 import json
+import re
 
 import httpx
 import numpy as np
@@ -505,3 +506,15 @@ def test_what_a_server_says_of_itself():
         with pytest.raises(openai.InternalServerError) as caught:
             client.chat.completions.create(model="Name-1", messages=USER)
         assert caught.value.status_code == 503
+
+
+def test_the_page_is_served():
+    with serve(ScriptedEngine()) as server:
+        page = server.http.get("/")
+        assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        for name in re.findall(r'page/[^"]+', page.text):
+            assert server.http.get("/" + name).status_code == 200
+        assert "javascript" in server.http.get("/page/app.js").headers["content-type"]
+        for name in ("settings.py", "..%2fsettings.py", "%2e%2e/settings.py", "", "app.js/"):
+            assert server.http.get("/page/" + name).status_code == 404

@@ -99,7 +99,10 @@ class AnswerShape(Protocol):
 
 def server_sent(name: str | None, data: str) -> bytes:
     """One event of a stream."""
-    return f"{f'event: {name}' + chr(10) if name else ''}data: {data.translate(_LINE_ENDS)}\n\n".encode()
+    if not data.isascii():
+        data = data.translate(_LINE_ENDS)
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data}\n\n".encode()
 
 
 def to_json(value: Any) -> str:
