@@ -107,6 +107,26 @@ def test_one_named_call(constraints, demo):
         assert name == "free" and is_call(name, arguments)
 
 
+@pytest.mark.parametrize("pattern", ["a|^b$", "^(ab|cd)+$", r"\d{3}", r"a\$$", "[$^]/x"])
+def test_text_parameters_match_their_pattern(pattern, constraints, demo):
+    one = tool("f", {"a": {"type": "string", "pattern": pattern, "maxLength": 12}}, ["a"])
+    for seed in range(6):
+        ids = walk(constraints.tool_calls([one], False, opened=True, several=False), demo, seed)
+        ((_, arguments),) = parsed(demo, ids, False, True)
+        assert re.search(pattern, arguments["a"]) and len(arguments["a"]) <= 12, arguments
+
+
+def test_text_parameters_of_any_characters(constraints, demo):
+    values = ["a\nb", "\x01", '"q"\\', "</", "é</f>", "🌊", "\t\r"]
+    found = set()
+    for value in values:
+        one = tool("f", {"a": {"enum": [value]}}, ["a"])
+        ids = walk(constraints.tool_calls([one], False, opened=True, several=False), demo, 0)
+        ((_, arguments),) = parsed(demo, ids, False, True)
+        found.add(arguments["a"])
+    assert found == set(values)
+
+
 def test_calls_as_the_model_writes_them(constraints, demo):
     """Two calls in the release's form, text parameters as they are; behind the block only the end."""
     spelled = (

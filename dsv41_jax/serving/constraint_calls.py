@@ -151,7 +151,7 @@ def _forms(schema: Any, root: dict[str, Any], depth: int = 0) -> list[tuple[str,
         others = {"type": [kind for kind in kinds if kind != "string"]}
         typed = keywords <= _TEXT_KEYWORDS | _OTHER_KEYWORDS and "type" in keywords
         is_plain = "string" in kinds and (keywords <= _TEXT_KEYWORDS or typed)
-    if not is_plain:
+    if not is_plain or ("pattern" in schema and _searched(schema["pattern"]) is None):
         return [("json", schema)]
     rest = [("json", dict(schema) | others)] if all(others.values()) else []
     return [("text", _text(schema)), *rest]
@@ -171,12 +171,15 @@ def _text(schema: Mapping[str, Any]) -> str:
     return " & ".join(parts) or "/(?s:.*)/"
 
 
-def _searched(pattern: str) -> str:
-    """A pattern, which may match anywhere, as one of the whole text. Under an anchor that holds for one alternative
-    only, the others are anchored with it: fewer texts, all of them right.
+def _searched(pattern: str) -> str | None:
+    """A pattern, which may match anywhere, as one of the whole text; None where it has anchors inside.
+
+    An anchor at an end that holds for one alternative only is taken for all: fewer texts, all of them right.
     """
     start, end = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     body = pattern[start : len(pattern) - end]
+    if re.search(r"[\^$]", re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", body, flags=re.DOTALL)):
+        return None
     return ("" if start else "(?s:.*)") + f"(?:{body})" + ("" if end else "(?s:.*)")
 
 

@@ -25,8 +25,8 @@ from dsv41_jax.tokenizer import Tokenizer
 # outside of strings. A model that is weak, or at a loss, could go on forever where any number of it may.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ",\\x20?", "key_separator": ":\\x20?"}
 # Text that only one continuation can follow comes in the tokenizer's usual tokens, which llguidance works out in the
-# engine's thread: 3 microseconds a byte, and all of a run at once. So where a run may be long (a schema is, or a pattern
-# as short as "a{1000000}" says so) it is left to the model in which tokens it writes it.
+# engine's thread: 3 microseconds a byte, and all of a run at once. So where a run may be long (the schema is, or has a
+# pattern, which could be "a{1000000}") it is left to the model in which tokens it writes it.
 _MOST_FIXED = 1 << 14
 _FREE_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 # Bounds of compilation (up to about 0.1 s) and of a step (up to about 20 ms), after which llguidance gives up.
