@@ -7,9 +7,9 @@ def get_config() -> ConfigDict:
     """256 requests at once, 4 a chip, of up to a million tokens. Engram tables are on the devices.
 
     Mesh 8x1x8: every chip has rows of its own, and dense matrices are split as far as attention's head groups allow. A
-    prefill step on 512 tokens of all rows takes at least 138 ms at a million tokens (matrix unit, by plan.py), less than
-    `max_stall_ms`; with fewer rows it would be shorter, and a prompt that comes alone be read sooner. Of a chip, in GB
-    of 10^9 bytes; what tests/test_serve_configs.py computes, or has from the compiler:
+    prefill step on 512 tokens of all rows takes at least 138 ms at a million tokens (matrix unit, by plan.py), less
+    than `max_stall_ms`; with fewer rows it would be shorter, and a prompt that comes alone be read sooner. Of a chip,
+    in GB of 10^9 bytes; what tests/test_serve_configs.py computes, or has from the compiler:
 
         weights        10.09   experts in FP4, a 64th of them; a 64th of the Engram tables
         page pools     16.80   147,456 pages x 128 tokens x 890 bytes
