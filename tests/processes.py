@@ -22,16 +22,16 @@ _NO_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def free_coordinator() -> str:
-    """A loopback address with a free port, the next one free too."""
+    """A loopback address with a free port, the next two free too."""
     for _ in range(100):
         port = random.randrange(20000, 60000)
         try:
-            for each in (port, port + 1):
+            for each in (port, port + 1, port + 2):
                 socket.create_server(("127.0.0.1", each)).close()
         except OSError:
             continue
         return f"127.0.0.1:{port}"
-    raise RuntimeError("no two free ports side by side")
+    raise RuntimeError("no three free ports side by side")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,13 +54,13 @@ def serve(settings: ServeSettings, processes: Processes) -> int:
     if processes.count > 1 and layout is None:
         raise ValueError(f"{processes.count} processes need a mesh over their {jax.device_count()} devices")
     mesh = None if layout is None else layout.mesh()
-    keys = load_keys(settings)
+    load_keys(settings)  # a file that is missing is said now
     size, plan = planned(settings, mesh)
     if processes.index > 0:
         return _follow(settings, mesh, size, processes)
     print(plan, file=sys.stderr)
     with _listen(settings) as listener:
-        return _Server(settings, listener, keys, size, processes).run(lambda: _load(settings, mesh))
+        return _Server(settings, listener, size, processes).run(lambda: _load(settings, mesh))
 
 
 def planned(settings: ServeSettings, mesh: jax.sharding.Mesh | None) -> tuple[CacheSize, memory.MemoryPlan]:
@@ -109,15 +109,8 @@ def _listen(settings: ServeSettings) -> socket.socket:
 class _Server:
     """Process 0."""
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        listener: socket.socket,
-        keys: tuple[str, ...],
-        size: CacheSize,
-        processes: Processes,
-    ):
-        self.settings, self.listener, self.keys, self.size = settings, listener, keys, size
+    def __init__(self, settings: ServeSettings, listener: socket.socket, size: CacheSize, processes: Processes):
+        self.settings, self.listener, self.size = settings, listener, size
         self.processes = processes
         self._door = Door()
         self._end = threading.Event()
@@ -166,7 +159,7 @@ class _Server:
         metrics.attach(engine)
         config = model.config
         constraints = Constraints(model.require_tokenizer(), config.vocab_size, config.eos_token_id)
-        self._door.app = make_app(engine, model, settings, constraints, metrics, self.keys)
+        self._door.app = make_app(engine, model, settings, constraints, metrics)
         engine.start()
         self._warm = True
         host, port = self.listener.getsockname()[:2]

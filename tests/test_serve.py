@@ -1,0 +1,195 @@
+"""launch/serve.py with the demo model, end to end: real clients, a real socket, a real end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import statistics
+import threading
+import time
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from serve_process import ServeProcess
+
+PROMPTS = ["The harbour", "A long time ago", "In the house of", "Water is", "They went", "On the road", "My", "When he"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with ServeProcess(tmp_path_factory.mktemp("serve")) as started:
+        yield started.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server):
+    """After each test no request, page or new program remains."""
+    yield
+    if server.process.poll() is not None:
+        return
+    deadline = time.monotonic() + 10
+    while (state := server.state())["free_pages"] < state["pages"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert state["free_pages"] == state["pages"]
+    assert (state["waiting"], state["reading"], state["writing"], state["compilations"]) == (0, 0, 0, 0)
+
+
+def complete(client: openai.OpenAI, prompt: str, tokens: int) -> str:
+    done = client.completions.create(model="demo", prompt=prompt, max_tokens=tokens, temperature=0)
+    assert done.usage.completion_tokens == tokens
+    return done.choices[0].text
+
+
+def test_chat_answers_in_a_schema(client):
+    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
+    format_ = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema | {"additionalProperties": False}}}
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Is it?"}],
+        response_format=format_,
+        reasoning_effort="none",
+        max_tokens=40,
+        temperature=0,
+    )
+    assert json.loads(answer.choices[0].message.content)["answer"] in ("yes", "no")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_chat_streams_what_it_answers_at_once(client):
+    ask = {"model": "demo", "messages": [{"role": "user", "content": "The harbour"}], "max_tokens": 24, "seed": 3}
+    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2)
+    assert len(whole.choices[0].logprobs.reasoning_content) == 24  # where DeepSeek's API has those of thoughts
+    pieces = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    thoughts = "".join(p.choices[0].delta.reasoning_content or "" for p in pieces if p.choices)
+    assert thoughts == whole.choices[0].message.reasoning_content and len(pieces) > 10
+    assert pieces[-1].usage == whole.usage
+
+
+def test_messages_stream(server):
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    with client.messages.stream(
+        model="demo",
+        messages=[{"role": "user", "content": "The harbour"}],
+        max_tokens=12,
+        thinking={"type": "disabled"},
+        extra_body={"temperature": 0},
+    ) as stream:
+        text = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert text and message.content[0].text == text
+    assert message.usage.output_tokens == 12 and message.stop_reason == "max_tokens"
+
+
+def test_forced_tool_calls_parse(client):
+    """Whatever the demo would say: it calls the tool, with arguments of the schema."""
+    properties = {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
+    tool = {
+        "name": "forecast",
+        "parameters": {
+            "type": "object",
+            "properties": properties,
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    }
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "Will it rain?"}],
+        tools=[{"type": "function", "function": tool}],
+        tool_choice="required",
+        reasoning_effort="none",
+        max_tokens=200,
+        seed=1,
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls" and calls
+    for call in calls:
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "forecast" and isinstance(arguments["city"], str) and 1 <= arguments["days"] <= 9
+
+
+def test_sixteen_at_once_are_four_times_faster(client):
+    """The same texts, at least four times as fast as one after another."""
+    prompts = list(itertools.islice(itertools.cycle(PROMPTS), 16))
+    complete(client, "warm", 2)
+    began = time.monotonic()
+    alone = [complete(client, prompt, 24) for prompt in prompts]
+    one_by_one = time.monotonic() - began
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        began = time.monotonic()
+        together = list(pool.map(lambda prompt: complete(client, prompt, 24), prompts))
+        at_once = time.monotonic() - began
+    print(f"one after another {one_by_one:.2f} s, at once {at_once:.2f} s: {one_by_one / at_once:.2f} times")
+    assert together == alone
+    assert one_by_one > 4 * at_once
+
+
+@pytest.mark.slow
+def test_a_long_prompt_does_not_stall_streams(server, client):
+    """4,000 tokens among 8 streams: the gaps it adds stay within max_stall_ms (250)."""
+    arrivals: list[list[float]] = [[] for _ in range(8)]
+    long_done: list[float] = []
+
+    def write(row: int) -> None:
+        ask = {"model": "demo", "prompt": PROMPTS[row], "max_tokens": 300, "temperature": 0, "logit_bias": {1: -100}}
+        for _ in client.completions.create(**ask, stream=True):
+            arrivals[row].append(time.monotonic())
+
+    threads = [threading.Thread(target=write, args=(row,)) for row in range(8)]
+    for thread in threads:
+        thread.start()
+    while min(map(len, arrivals)) < 100:
+        time.sleep(0.01)
+    begin = time.monotonic()
+    client.completions.create(model="demo", prompt=[5] * 4000, max_tokens=1, temperature=0)
+    long_done.append(time.monotonic())
+    for thread in threads:
+        thread.join()
+    before, during = [], []
+    for times in arrivals:
+        for a, b in itertools.pairwise(times):
+            if b < begin:
+                before.append(b - a)
+            elif a > begin and b < long_done[0]:
+                during.append(b - a)
+    for name, gaps in (("before", before), ("during", during)):
+        cuts = statistics.quantiles(gaps, n=100)
+        print(f"gaps {name}: p50 {cuts[49] * 1e3:.0f} ms, p99 {cuts[98] * 1e3:.0f} ms, max {max(gaps) * 1e3:.0f} ms")
+    assert len(during) > 40
+    assert max(during) <= max(before) + 0.25
+
+
+def test_running_requests_end_before_the_server_does(server, client):
+    """SIGTERM with 10 streams: new ones are refused, those that run are written to the end, exit code 0."""
+    counts, started = [0] * 10, threading.Barrier(11)
+
+    def write(row: int) -> str:
+        ask = {"model": "demo", "prompt": PROMPTS[row % 8], "max_tokens": 40, "temperature": 0}
+        reason = None
+        for i, piece in enumerate(client.completions.create(**ask, stream=True)):
+            if i == 0:
+                started.wait(60)
+            counts[row] += bool(piece.choices and piece.choices[0].text)
+            reason = (piece.choices and piece.choices[0].finish_reason) or reason
+        return reason
+
+    with concurrent.futures.ThreadPoolExecutor(11) as pool:
+        running = [pool.submit(write, row) for row in range(10)]
+        started.wait(60)
+        end = pool.submit(server.terminate, 60)
+        while httpx.get(f"{server.url}/ready").status_code == 200:
+            time.sleep(0.01)
+        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "x"})
+        assert refused.status_code == 503
+        assert [done.result() for done in running] == ["length"] * 10
+        assert end.result() == 0
+    assert "ERROR" not in server.log and "Traceback" not in server.log
