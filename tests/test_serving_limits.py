@@ -1,6 +1,7 @@
 """What clients may take: sizes, time, keys; and what happens when they go away."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import logging
@@ -175,7 +176,7 @@ def test_a_client_that_goes_away_ends_its_requests(path, body, stream, text):
                 assert connection.recv(100)
         start = time.monotonic()
         engine.wait_ended(count)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 3
         assert [ended.reason for _, ended in engine.ended] == ["cancelled"] * count
         assert len(engine.cancelled) == count and engine.state().writing == 0
 
@@ -243,9 +244,9 @@ def test_running_out_of_time(path, body):
     """With tokens an answer is cut off; without any it is an error."""
     engine = ScriptedEngine(*[Script("Half", ending="hang")] * 2, Script("", ending="hang"))
     with serve(engine) as server:
-        response = post(server, path, body | {"timeout": 0.05})
+        response = post(server, path, body | {"timeout": 0.3})
         assert response.is_success and any(word in response.text for word in ('"length"', "max_tokens", "incomplete"))
-        text = post(server, path, body | {"timeout": 0.05, "stream": True}).text
+        text = post(server, path, body | {"timeout": 0.3, "stream": True}).text
         assert any(word in text for word in ('"length"', "max_tokens", "incomplete"))
         response = post(server, path, body | {"timeout": 0.05})
         assert response.status_code == 504 and response.json()["error"]["type"] == "timeout_error"
@@ -360,16 +361,15 @@ def test_connections_are_kept():
         connection.close()
 
 
-def test_a_client_that_drips_is_disconnected():
-    with serve(engine := ScriptedEngine(), idle_seconds=0.3, request_seconds=0.5) as server, connect(server) as slow:
+def test_a_client_that_drips_is_refused():
+    with serve(engine := ScriptedEngine(), idle_seconds=0.4, request_seconds=0.5) as server, connect(server) as slow:
         request = raw_request(BODY)
         slow.sendall(request[:-20])
-        with pytest.raises((BrokenPipeError, ConnectionResetError, AssertionError)):
+        with contextlib.suppress(OSError):
             for byte in request[-20:]:
                 slow.sendall(bytes([byte]))
-                time.sleep(0.1)
-            raise AssertionError
-        assert not engine.requests
+                time.sleep(0.05)
+        assert b"408" in slow.recv(1000) and not engine.requests
 
 
 class Unread(asyncio.Transport):

@@ -87,7 +87,8 @@ class Service:
 
     async def detokenize(self, request: Request) -> Response:
         """{"tokens"} -> {"prompt"}, control tokens by name."""
-        body = read_json(await read_body(request, self._served.settings))
+        data = await read_body(request, self._served.settings)
+        body = await self._in_thread(lambda: read_json(data))
         tokens = body.get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ApiError(400, "tokens: a list of token ids is needed", param="tokens")
