@@ -85,11 +85,12 @@ def _extend(
 ) -> tuple[Array | None, CacheArrays]:
     """`model.extend` of all rows, or of as many as the inputs have, from row `first` (int32 scalar) on.
 
-    On a mesh: of all rows; logits of the first `rows` of them, whole on every device.
+    On a mesh: of all rows, or of each device's from `first` (int32 [devices that share rows]) on; logits of the first
+    `rows` of the inputs', whole on every device.
     """
     if mesh is not None:
         inputs = (token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor)
-        options = {"layers": layers, "all_logits": all_logits, "dispatch": dispatch}
+        options = {"first": first, "layers": layers, "all_logits": all_logits, "dispatch": dispatch}
         logits, arrays = sharded_step.extend(mesh, config, numerics, params, arrays, *inputs, **options)
         return sharded_step.replicated(mesh, logits, rows), arrays
     step = functools.partial(model.extend, config, numerics, params, layers=layers, all_logits=all_logits)
@@ -199,21 +200,22 @@ class Runner:
         memory: dict[str, Array],
         image_mask: np.ndarray | None = None,
         image_embeds: np.ndarray | None = None,
-        first: int | None = None,
+        first: int | np.ndarray | None = None,
         write_floor: np.ndarray | None = None,
         layers: str = "all",
         all_logits: bool = False,
     ) -> tuple[Array | None, CacheArrays]:
-        """One program: `model.extend` of all rows of the cache, or of those from `first` on that the inputs have.
-        `arrays` are donated.
+        """One program: `model.extend` of all rows of the cache, or of those from `first` on that the inputs have; on a
+        mesh of all rows, or of one of each device: `first` int32 [row_shards] counts within the device. `arrays` are
+        donated.
         """
-        rows = len(token_ids)
-        everything = self.mesh is not None or len(arrays.encoder_floor) == rows
+        rows, of_devices = len(token_ids), isinstance(first, np.ndarray)
+        everything = not of_devices and (self.mesh is not None or len(arrays.encoder_floor) == rows)
         put = functools.partial(self.put, rows=len(arrays.encoder_floor) if everything else rows)
         logits, arrays = _extend(
             self.params,
             arrays,
-            None if everything else jnp.int32(first),
+            None if everything else put(np.asarray(first, np.int32)) if of_devices else jnp.int32(first),
             put(np.asarray(token_ids, np.int32)),
             put(np.asarray(start, np.int32)),
             put(np.asarray(n_valid, np.int32)),
@@ -306,12 +308,20 @@ class Runner:
         keep = n_valid[:, None] + np.arange(cache.history.shape[1])
         return rows, np.take_along_axis(joined, keep, axis=1)
 
-    def engram_input(self, rows: np.ndarray | None, arrays: CacheArrays | None = None) -> dict[str, Array]:
+    def engram_input(
+        self, rows: np.ndarray | None, arrays: CacheArrays | None = None, of_devices: bool = False
+    ) -> dict[str, Array]:
         """Row numbers [layers, B, t, columns] -> the step's input: numbers for tables on the device, rows for the
-        others. `arrays`: the cache of the step, whose rows it is made for; None without a cache.
+        others.
+
+        Args:
+            arrays: the cache of the step, whose rows it is made for; None without a cache.
+            of_devices: the step has one row of each device of the mesh, and `rows` is for these.
         """
         memory = {}
-        batch = 0 if rows is None else self.padded_rows(rows.shape[1]) if arrays is None else len(arrays.encoder_floor)
+        batch = 0 if rows is None else self.padded_rows(rows.shape[1])
+        if arrays is not None and not of_devices:
+            batch = len(arrays.encoder_floor)
         block = 1 if arrays is None else rows.shape[2] if rows is not None else 0  # without a cache it is not split
         for i, layer in enumerate(() if rows is None else self.hasher.layer_ids):
             value = self.tables[layer].rows(rows[i]) if layer in self.tables else rows[i].astype(np.int32)

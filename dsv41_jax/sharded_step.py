@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from dsv41_jax import dspark, engram_share, model, sharding
 from dsv41_jax.blocks import Params
-from dsv41_jax.cache import CacheArrays
+from dsv41_jax.cache import CacheArrays, put_rows, take_rows
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import FEW_TOKENS, Numerics
 from dsv41_jax.parallel import AXES, CONTEXT, ROW_AXES, Parallel
@@ -83,23 +83,30 @@ def extend(
     image_embeds: Array | None,
     write_floor: Array,
     *,
+    first: Array | None = None,
     layers: str = "all",
     all_logits: bool = False,
     dispatch: str | None = None,
 ) -> tuple[Array | None, CacheArrays]:
-    """`model.extend` on a mesh: the same arguments and results, arrays as `sharding` places them, logits by rows."""
+    """`model.extend` on a mesh: the same arguments and results, arrays as `sharding` places them, logits by rows.
+
+    Args:
+        first: int32 [devices that share rows]; each runs the rows from this one of its own on, as many as the inputs
+            have for it. None: all rows.
+    """
     layout = sharding.layout_of(mesh)
     rows, block = token_ids.shape
     numerics = numerics.spread(parallel_of(mesh, block, local_rows(mesh, rows), dispatch))
     tokens = _token_spec(numerics.parallel)
 
-    def local(params, arrays, token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor):
+    def local(params, arrays, token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor, first):
         memory = whole_rows(config, numerics, memory)
-        return model.extend(
+        own = arrays if first is None else take_rows(arrays, first[0], len(token_ids))
+        logits, own = model.extend(
             config,
             numerics,
             params,
-            arrays,
+            own,
             token_ids,
             start,
             n_valid,
@@ -110,9 +117,10 @@ def extend(
             layers=layers,
             all_logits=all_logits,
         )
+        return logits, own if first is None else put_rows(arrays, own, first[0])
 
     cache = sharding.cache_specs(arrays, layout)
-    inputs = (tokens, ROWS, ROWS, memory_specs(memory, tokens), tokens, tokens, ROWS)
+    inputs = (tokens, ROWS, ROWS, memory_specs(memory, tokens), tokens, tokens, ROWS, ROWS)
     logits = None if layers == "encoder" else tokens if all_logits else ROWS
     step = jax.shard_map(
         local,
@@ -121,7 +129,7 @@ def extend(
         out_specs=(logits, cache),
         check_vma=False,
     )
-    return step(params, arrays, token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor)
+    return step(params, arrays, token_ids, start, n_valid, memory, image_mask, image_embeds, write_floor, first)
 
 
 def draft(

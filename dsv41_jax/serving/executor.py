@@ -101,7 +101,7 @@ class Executor:
 
     def _block(self, step: Block) -> Array | None:
         runner = self.runner
-        memory = runner.engram_input(step.engram_rows, self.arrays)
+        memory = runner.engram_input(step.engram_rows, self.arrays, of_devices=step.own_rows is not None)
         if step.announced is not None:
             runner.announce_engram(step.announced)
         logits, self.arrays = runner.step(
@@ -112,7 +112,7 @@ class Executor:
             memory,
             step.image_mask,
             step.image_embeds,
-            first=step.first,
+            first=step.first if step.own_rows is None else step.own_rows,
             write_floor=step.write_floor,
             layers=step.layers,
         )

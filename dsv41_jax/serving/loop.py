@@ -147,16 +147,16 @@ class Loop:
                 return
 
     def _next_units(self, readers: list[Task]) -> tuple[str, Callable[[], None]]:
-        """What comes next for the first reader, on a mesh also for the others that need the same."""
+        """What comes next for the first reader; on a mesh also for one of each other device that needs the same."""
         task = readers[0]
         if len(task.spans) < len(task.request.images):
             return "image", lambda: self._embed(task)
-        layers = task.blocks[0][0]
-        if self._together:
-            same = [t for t in readers if len(t.spans) == len(t.request.images) and t.blocks[0][0] == layers]
-        else:
-            same = [task]
-        return layers, lambda: self._read(layers, same)
+        layers, shard_of = task.blocks[0][0], self.executor.size.shard_of
+        same: dict[int, Task] = {}
+        for other in readers:
+            if len(other.spans) == len(other.request.images) and other.blocks[0][0] == layers:
+                same.setdefault(shard_of(other.row), other)
+        return layers, lambda: self._read(layers, list(same.values()) if self._together else [task])
 
     def _embed(self, task: Task) -> None:
         image = task.request.images[len(task.spans)]
@@ -164,13 +164,15 @@ class Loop:
         task.spans.append(self.run(EmbedImage(image.patches.astype(np.float32), image.grid)))
 
     def _read(self, layers: str, tasks: list[Task]) -> None:
-        """The next block of each task; on a mesh the other rows repeat the first task's, and count for nothing."""
-        size, width, hasher = self.executor.block, self.config.hidden_size, self.hasher
-        first_row = 0 if self._together else tasks[0].row
-        rows = self.executor.size.rows if self._together else 1
-        source, own = [tasks[0]] * rows, np.zeros(rows, bool)
+        """The next block of each task, which on a mesh are on different devices; there the others repeat the first
+        task's, and count for nothing.
+        """
+        size, width, hasher, cache = self.executor.block, self.config.hidden_size, self.hasher, self.executor.size
+        rows, of_shard = (cache.shards, cache.rows // cache.shards) if self._together else (1, cache.rows)
+        source, held = [tasks[0]] * rows, np.full(rows, -1)
         for task in tasks:
-            source[task.row - first_row], own[task.row - first_row] = task, True
+            at = cache.shard_of(task.row) if self._together else 0
+            source[at], held[at] = task, task.row
         places = [task.blocks[0][1:] for task in source]
         images = [task.image_part(*place, size, width) for task, place in zip(source, places, strict=True)]
         mask = embeds = None
@@ -187,11 +189,12 @@ class Loop:
                 announced = tasks[0].engram_rows(hasher, *tasks[0].blocks[1][1:], size)
         logits = self._step(
             Block(
-                first=first_row,
+                first=0 if self._together else tasks[0].row,
+                own_rows=np.maximum(held % of_shard, 0).astype(np.int32) if self._together else None,
                 layers=layers,
                 token_ids=np.concatenate([task.ids(*place, size) for task, place in zip(source, places, strict=True)]),
                 start=np.array([first for first, _ in places], np.int32),
-                n_valid=np.array([stop - first for first, stop in places], np.int32) * own,
+                n_valid=np.array([stop - first for first, stop in places], np.int32) * (held >= 0),
                 write_floor=np.zeros(rows, np.int32),
                 engram_rows=engram,
                 announced=announced,
@@ -204,12 +207,8 @@ class Loop:
         done = [task for task in tasks if not task.blocks]
         if not done:
             return
-        if not self._together:
-            self.sampler.put(logits, first_row)
-        else:
-            which = np.zeros(rows, bool)
-            which[[task.row for task in done]] = True
-            self.sampler.put_where(logits, which)
+        rows_done = [task.row for task in done]
+        self.sampler.put(logits, np.where(np.isin(held, rows_done), held, -1))
         for task in done:
             task.fresh = task.fed == len(task.output)
             if hasher is not None:
@@ -311,10 +310,8 @@ class Loop:
             return
         self._set_rows()
         for first, logits in self._decoded(tasks):
-            if self._together:
-                self.sampler.put_where(logits, np.isin(np.arange(self.executor.size.rows), list(tasks)))
-            else:
-                self.sampler.put(logits, first)
+            rows = np.arange(first, first + self.executor.tile)
+            self.sampler.put(logits, np.where(np.isin(rows, list(tasks)), rows, -1))
         for task in tasks.values():
             task.fed += 1
             task.fresh = task.fed == len(task.output)

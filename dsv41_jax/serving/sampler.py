@@ -48,15 +48,9 @@ def _start(state: _State, row: Array, settings: RowSettings, in_prompt: Array, i
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 @counted
-def _put(state: _State, logits: Array, first: Array) -> _State:
+def _put(state: _State, logits: Array, rows: Array) -> _State:
     own = logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
-    return state.replace(logits=jax.lax.dynamic_update_slice_in_dim(state.logits, own, first, 0))
-
-
-@functools.partial(jax.jit, donate_argnames=("state",))
-@counted
-def _put_where(state: _State, logits: Array, which: Array) -> _State:
-    return state.replace(logits=jnp.where(which[:, None], logits.reshape(state.logits.shape), state.logits))
+    return state.replace(logits=state.logits.at[rows].set(own, mode="drop"))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -93,13 +87,9 @@ class Sampler:
         settings = row_settings([sampling], [stream], self.vocab)
         self._state = _start(self._state, np.int32(row), settings, in_prompt, in_output)
 
-    def put(self, logits: Array, first: int) -> None:
-        """New logits [b, V] or [b, 1, V] of the rows from `first` on."""
-        self._state = _put(self._state, logits, np.int32(first))
-
-    def put_where(self, logits: Array, which: np.ndarray) -> None:
-        """New logits [rows, V] or [rows, 1, V], of which those of the rows bool [rows] count."""
-        self._state = _put_where(self._state, logits, which)
+    def put(self, logits: Array, rows: np.ndarray) -> None:
+        """New logits [b, V] or [b, 1, V] of the rows int32 [b]; those of row -1 are dropped."""
+        self._state = _put(self._state, logits, np.where(rows < 0, self.rows, rows).astype(np.int32))
 
     def choose(self, wanted: np.ndarray, steps: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
         """Draw tokens.

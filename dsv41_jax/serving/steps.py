@@ -29,10 +29,12 @@ class SetRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """A block of tokens of consecutive rows, through the encoder or all layers; see `model.extend`.
+    """A block of tokens of consecutive rows, or on a mesh of one row of each device, through the encoder or all layers;
+    see `model.extend`.
 
     Attributes:
-        first: the first of the rows. layers: "encoder" or "all".
+        first: the first of the rows. own_rows: int32 [b], instead, each device's row, counted within the device.
+        layers: "encoder" or "all".
         token_ids: int32 [b, t]. start, n_valid, write_floor: int32 [b].
         engram_rows: int32 or int64 [Engram layers, b, t, columns], or None without Engram. announced: those of a later
             block, which tables off the device may read meanwhile.
@@ -49,6 +51,7 @@ class Block:
     announced: np.ndarray | None = None
     image_mask: np.ndarray | None = None
     image_embeds: np.ndarray | None = None
+    own_rows: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ def _seconds(loop: Loop, run: Callable[[], None]) -> float:
 
 def _programs(loop: Loop) -> list[tuple[str, Callable[[], None]]]:
     executor, config = loop.executor, loop.config
-    size, rows = executor.size, executor.size.rows
+    size = executor.size
     together = executor.runner.mesh is not None
 
     def block(height: int, tokens: int, layers: str, images: bool = False) -> None:
@@ -52,16 +52,15 @@ def _programs(loop: Loop) -> list[tuple[str, Callable[[], None]]]:
         mask = np.zeros((height, tokens), bool) if images else None
         embeds = np.zeros(shape, executor.runner.numerics.dtype) if images else None
         ids = np.zeros((height, tokens), np.int32)
-        logits = loop.run(Block(0, layers, ids, none, none, none, engram, None, mask, embeds))
-        if logits is not None and together:
-            loop.sampler.put_where(logits, np.zeros(rows, bool))
-        elif logits is not None:
-            loop.sampler.put(logits, 0)
+        own = none if together and tokens > 1 else None
+        logits = loop.run(Block(0, layers, ids, none, none, none, engram, None, mask, embeds, own))
+        if logits is not None:
+            loop.sampler.put(logits, np.full(height, -1))
 
     def set_rows() -> None:
         loop.run(SetRows(np.zeros(1, np.int32), np.zeros((1, size.per_row), np.int32), np.zeros((2, 1), np.int32)))
 
-    height = rows if together else 1
+    height = size.shards if together else 1
     work: list[tuple[str, Callable[[], None]]] = [("page tables", set_rows)]
     kinds = ("encoder", "all") if config.supports_ced else ("all",)
     for images in (False, True) if config.vision is not None else (False,):
