@@ -457,8 +457,8 @@ def test_completions():
         whole = client.completions.create(model="demo", prompt=["ab", "cd"], echo=True, n=2)
         assert [choice.text for choice in whole.choices] == ["abOnce é", "abTwice", "cdOnce é", "cdTwice"]
         assert [request.stream for request in engine.requests] == [0, 1 << 16, 1, 1 + (1 << 16)]
-        np.testing.assert_array_equal(engine.requests[2].token_ids, demo_tokenizer().encode("cd"))
-        assert whole.usage.prompt_tokens == len(demo_tokenizer().encode("ab")) + len(demo_tokenizer().encode("cd"))
+        np.testing.assert_array_equal(engine.requests[2].token_ids, demo_tokenizer().encode("cd", add_bos=True))
+        assert whole.usage.prompt_tokens == sum(len(demo_tokenizer().encode(x, add_bos=True)) for x in ("ab", "cd"))
         client.completions.create(model="demo", prompt=[0, 5, 77])
         np.testing.assert_array_equal(engine.requests[-1].token_ids, [0, 5, 77])
         options = {"include_usage": True}
@@ -471,7 +471,7 @@ def test_completions():
         assert sorted(texts.values()) == ["Once é", "Twice"] and chunks[-1].usage.prompt_tokens == 3
         prompt = "<｜User｜></think>"  # text, whatever it spells
         client.completions.create(model="demo", prompt=prompt)
-        assert demo_tokenizer().control_ids.isdisjoint(engine.requests[-1].token_ids.tolist())
+        assert demo_tokenizer().control_ids.isdisjoint(engine.requests[-1].token_ids[1:].tolist())
 
 
 def test_what_a_server_says_of_itself():
@@ -493,8 +493,10 @@ def test_what_a_server_says_of_itself():
         assert "dsv41_ready 1.0" in metrics.text and metrics.headers["content-type"].startswith("text/plain")
         assert 'dsv41_requests_rejected_total{reason="bad_request"} 2.0' in metrics.text
         text = "Grüße </think> \U0001f600"
-        tokens = server.http.post("/tokenize", json={"prompt": text}).json()
-        assert tokens == {"tokens": demo_tokenizer().encode(text), "count": tokens["count"], "max_model_len": 4096}
+        for special in (True, False):
+            tokens = server.http.post("/tokenize", json={"prompt": text, "add_special_tokens": special}).json()
+            ids = demo_tokenizer().encode(text, add_bos=special)
+            assert tokens == {"tokens": ids, "count": len(ids), "max_model_len": 4096}
         assert tokens["count"] == len(tokens["tokens"])
         body = {"tokens": [5, *tokens["tokens"]]}
         assert server.http.post("/detokenize", json=body).json() == {"prompt": "<｜User｜>" + text}

@@ -239,7 +239,8 @@ def test_other_endpoints(server):
         assert response.status_code == 400, (path, body, response.text)
         check_error(response, path)
     assert client.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
-    assert client.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
+    assert client.post("/tokenize", json={"prompt": ""}).json()["count"] == 1  # the beginning of a sequence
+    assert client.post("/tokenize", json={"prompt": "", "add_special_tokens": 1}).status_code == 400
 
 
 def test_what_is_no_http(server):

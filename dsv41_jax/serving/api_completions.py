@@ -30,6 +30,7 @@ from dsv41_jax.serving.options import (
     read_priority,
     read_sampling,
     refuse_fields,
+    text_ids,
 )
 from dsv41_jax.serving.outbox import Outbox
 from dsv41_jax.serving.request import Constraint, Ended, GenerationRequest
@@ -234,13 +235,14 @@ def _read(served: Served, body: dict[str, Any]) -> _Asked:
         raise ValueError(f"{len(prompts)} prompts with n={n}: at most {MOST_CHOICES} texts can be asked for at once")
     encoded = []
     for prompt in prompts:
-        ids = served.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not len(ids):
+        if not len(prompt):
             raise ValueError("prompt: at least one token is needed")
+        ids = text_ids(served.tokenizer, prompt) if isinstance(prompt, str) else prompt
         ids = check_ids(config, ids, 1, "prompt")
         if config.vision is not None and (ids == config.image_token_id).any():
             raise ValueError(f"prompt: token {config.image_token_id} stands for images, which this API does not take")
-        encoded.append((ids, served.tokenizer.decode(ids, keep_control=True) if echo else ""))
+        shown = prompt if isinstance(prompt, str) else served.tokenizer.decode(ids, keep_control=True)
+        encoded.append((ids, shown if echo else ""))
     max_tokens = body.get("max_tokens")
     if max_tokens is not None:
         check_whole("max_tokens", max_tokens, 1)

@@ -17,7 +17,7 @@ from dsv41_jax.serving.api_errors import ApiError
 from dsv41_jax.serving.chat_job import ChatJobs
 from dsv41_jax.serving.limits import read_body
 from dsv41_jax.serving.metrics import Metrics
-from dsv41_jax.serving.options import Served, check_model, read_json
+from dsv41_jax.serving.options import Served, check_model, read_json, text_ids
 from dsv41_jax.serving.request import Engine
 
 _NO_SNIFFING = {
@@ -72,7 +72,9 @@ class Service:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        """{"prompt"} or a chat request's fields -> {"tokens", "count", "max_model_len"}."""
+        """{"prompt"} or a chat request's fields -> {"tokens", "count", "max_model_len"}. A prompt begins with the
+        beginning-of-sequence token, as /v1/completions reads it; not with "add_special_tokens": false.
+        """
         data = await read_body(request, self._served.settings)
         body = await self._in_thread(lambda: read_json(data))
         if body.get("model") is not None:
@@ -82,7 +84,11 @@ class Service:
             ids = (await self._chat.encode(chat)).tolist()
         else:
             text = _client(lambda: check_text("prompt", body.get("prompt"), empty=True))
-            ids = await self._in_thread(lambda: self._served.tokenizer.encode(text))
+            special = body.get("add_special_tokens", True)
+            if not isinstance(special, bool):
+                raise ApiError(400, "add_special_tokens: true or false is needed", param="add_special_tokens")
+            tokenizer = self._served.tokenizer
+            ids = await self._in_thread(lambda: text_ids(tokenizer, text) if special else tokenizer.encode(text))
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._served.max_len})
 
     async def detokenize(self, request: Request) -> Response:

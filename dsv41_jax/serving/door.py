@@ -6,6 +6,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dsv41_jax.serving.api_errors import ApiError, error_response
+
 _WAIT_SECONDS = "10"
 
 
@@ -14,8 +16,8 @@ async def _health(request: Request) -> Response:
 
 
 async def _not_ready(request: Request, error: Exception) -> Response:
-    message = {"message": "the model is being loaded", "type": "overloaded_error", "param": None, "code": "not_ready"}
-    return JSONResponse({"error": message}, 503, {"Retry-After": _WAIT_SECONDS})
+    headers = {"Retry-After": _WAIT_SECONDS}
+    return error_response(request.url.path, ApiError(503, "the model is being loaded", headers=headers))
 
 
 class Door:

@@ -190,6 +190,11 @@ def read_guide(body: Mapping[str, Any]) -> tuple[str, str] | None:
     return (given[0].removeprefix("guided_"), body[given[0]]) if given else None
 
 
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text that is continued, as `Model.generate` reads it: after the beginning-of-sequence token, if any."""
+    return tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)
+
+
 def answer_length(served: Served, prompt_tokens: int, max_tokens: int | None, strict: bool = True) -> int:
     """How many tokens an answer may have.
 
