@@ -36,8 +36,8 @@ SAMPLER_BYTES = 48  # of a row and an id: logits, bias and counts that stay (13)
 # rows, as bf16 and float32, a few at a time.
 VISION_BYTES = int(0.7 * GB)
 
-# Machine, and GB of scratch, inputs, outputs and program of the largest step: blocks of 512 tokens of all rows through
-# all layers, as `test_the_largest_step` compiles it, at a context of 131,072 tokens. The scratch does not depend on the
+# Machine, and GB of scratch, inputs, outputs and program of the largest step: a block of 512 tokens of one row of each
+# device through all layers, as `test_the_largest_step` compiles it, at a context of 131,072 tokens. The scratch does not depend on the
 # context (v6e, encoder only: 2.81, 2.79 and 2.80 GB at 16,384, 131,072 and 1,048,576 tokens); a decode step takes less
 # than a tenth. Of the GPUs: the encoder alone, by `plan.py --topology=h200:1x8 --phase=prefill`.
 PODS = {
@@ -79,19 +79,24 @@ def abstract(name: str) -> tuple[ServeSettings, Any, Any, Any]:
     return settings, machine, params, cache
 
 
+def rows_read(settings: ServeSettings) -> int:
+    """Rows whose prompts a step reads: one of each device that has rows of its own."""
+    layout = Layout.parse(settings.mesh)
+    return layout.data * layout.tensor
+
+
 def buffers(name: str) -> dict[str, int]:
     """Bytes of a chip, by what takes them; on the chip with the sampler."""
     settings, _, params, cache = abstract(name)
     config = load_config(str(ROOT / "configs/flash.py"))
-    layout = Layout.parse(settings.mesh)
-    block, rows = settings.prefill_block, settings.rows // (layout.data * layout.tensor)
+    block = settings.prefill_block
     return {
         "weights": local_bytes(params),
         "page pools": local_bytes((cache.main_kv, cache.index_key)),
         "windows": local_bytes((cache.window, cache.draft_window, cache.tail_values, cache.tail_gates)),
         "tables": local_bytes((cache.page_table, cache.encoder_floor, cache.decoder_floor)),
         "largest step": int(PODS[name][1] * GB),
-        "images": rows * block * config.hidden_size * 4 + VISION_BYTES,
+        "images": block * config.hidden_size * 4 + VISION_BYTES,
         "sampler": settings.rows * config.vocab_size * SAMPLER_BYTES,
     }
 
@@ -170,7 +175,7 @@ def test_the_largest_step(name):
         RELEASED.computed_by("tpu"),
         mesh,
         phase="prefill_exact",
-        batch=settings.rows,
+        batch=rows_read(settings),
         context=131_072,
         engram=settings.engram,
         block=settings.prefill_block,

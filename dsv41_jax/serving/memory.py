@@ -1,4 +1,9 @@
-"""Whether a server fits, before anything is loaded: every buffer counted, on the fullest of its devices."""
+"""Whether a server fits, before anything is loaded: every buffer counted, on the fullest of its devices.
+
+What a step takes beside weights and cache is asked of the compiler, where there is an accelerator: its largest step is
+compiled first (and found again in the compilation cache at the next start). On a CPU it is the bound that the plain
+code keeps.
+"""
 
 import dataclasses
 import math
@@ -7,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from tqdm import tqdm
 
 from dsv41_jax import sharding
 from dsv41_jax.config import ModelConfig
@@ -14,11 +20,14 @@ from dsv41_jax.mesh_layout import Layout
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.serving.executor import CacheSize
 from dsv41_jax.serving.settings import ServeSettings
+from dsv41_jax.sharded_step import AbstractStep, abstract_step
 from dsv41_jax.tiles import TEMPORARY_BYTES
+from dsv41_jax.vision import SCORE_BYTES
 
 _SAMPLER_BYTES = 4 + 1 + 4 + 4  # of a row and id: bias, seen in the prompt, count, logits
 _SAMPLING_COPIES = 4  # float32 [rows, V] beside them while tokens are drawn: penalised, warm, sorted, noise
 _SHOWN = 10**6
+BLOCK = 512  # tokens of a prompt that an accelerator's step reads; see `Runner`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +81,19 @@ def plan_memory(
     *,
     engram: str,
     expert_storage: str,
+    block: int | None = None,
+    dispatch: str | None = None,
     limit: int | None = None,
 ) -> MemoryPlan:
     """What one device will hold.
 
     Args:
-        mesh: None: everything on one device. limit: default: what the first device of this process says.
+        mesh: None: everything on one device. engram, expert_storage, dispatch: as `dsv41_jax.load`.
+        block: tokens of a prompt that a step reads; None as `Runner`'s.
+        limit: default: what the first device of this process says.
+
+    Raises:
+        ValueError: the compiler says that the largest step cannot fit, whatever else there is.
     """
     placed = Layout().mesh(jax.devices()[:1]) if mesh is None else mesh
     params = sharding.abstract(config, numerics, placed, engram=engram, expert_storage=expert_storage)
@@ -88,8 +104,34 @@ def plan_memory(
     cells = size.rows * config.vocab_size
     parts = {"weights": _own_bytes(params)} | {name: _own_bytes(tree) for name, tree in kinds.items()}
     parts["logits and sampling"] = cells * (_SAMPLER_BYTES + 4 * _SAMPLING_COPIES)
-    parts["scratch of a step"] = TEMPORARY_BYTES
+    if config.vision is not None:
+        parts["images"] = SCORE_BYTES
+    if placed.devices.flat[0].platform == "cpu":
+        parts["scratch of a step, at most"] = TEMPORARY_BYTES
+    else:
+        storage = {"engram": engram, "expert_storage": expert_storage, "dispatch": dispatch}
+        step = abstract_step(
+            *(config, numerics, placed),
+            phase="prefill_exact",
+            batch=size.shards,
+            context=size.max_len,
+            block=block or BLOCK,
+            **storage,
+        )
+        parts["scratch of the largest step"] = _scratch(step)
     return MemoryPlan(parts, _limit(mesh) if limit is None else limit)
+
+
+def _scratch(step: AbstractStep) -> int:
+    """Bytes that a step takes on a device beside its arguments: temporaries, outputs that are none of them, program."""
+    with tqdm(desc="compiling the largest step, to know its memory", bar_format="{desc} {elapsed}", total=1) as bar:
+        try:
+            found = step.lower().compile().memory_analysis()
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"the largest step does not compile for these devices: {error}") from error
+        bar.update()
+    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.temp_size_in_bytes + found.generated_code_size_in_bytes + outputs
 
 
 def check_memory(plan: MemoryPlan) -> None:

@@ -70,8 +70,16 @@ def planned(settings: ServeSettings, mesh: jax.sharding.Mesh | None) -> tuple[Ca
         numerics = numerics.computed_by(resolve("serve", settings.implementation))
     config = open_folder(find_folder(settings.model, settings.revision)).config
     size = memory.cache_size(settings, config, numerics, mesh)
-    storage = {"engram": settings.engram, "expert_storage": settings.expert_storage}
-    plan = memory.plan_memory(config, numerics, size, mesh, **storage)
+    plan = memory.plan_memory(
+        config,
+        numerics,
+        size,
+        mesh,
+        engram=settings.engram,
+        expert_storage=settings.expert_storage,
+        block=settings.prefill_block,
+        dispatch=settings.dispatch,
+    )
     memory.check_memory(plan)
     return size, plan
 
