@@ -12,24 +12,31 @@ class PagePool:
 
     def __init__(self, pages: int, shards: int = 1):
         self.pages, self.shards = pages, shards
-        self._free = [list(range(pages)) for _ in range(shards)]
+        self._returned: list[list[int]] = [[] for _ in range(shards)]
+        self._unused = [0] * shards  # from here on no page was ever given out
 
     def free(self, shard: int) -> int:
         """How many are free on a device."""
-        return len(self._free[shard])
+        return len(self._returned[shard]) + self.pages - self._unused[shard]
 
     @property
     def all_free(self) -> int:
         """How many are free on all devices together."""
-        return sum(map(len, self._free))
+        return sum(map(self.free, range(self.shards)))
 
     def take(self, shard: int, count: int) -> list[int]:
         """So many free pages; ValueError if there are fewer."""
-        if count > len(self._free[shard]):
-            raise ValueError(f"{count} pages are wanted and {len(self._free[shard])} are free")
-        return [heapq.heappop(self._free[shard]) for _ in range(count)]
+        if count > self.free(shard):
+            raise ValueError(f"{count} pages are wanted and {self.free(shard)} are free")
+        return [self._take(shard) for _ in range(count)]
 
     def give_back(self, shard: int, pages: list[int]) -> None:
         """These are free again."""
         for page in pages:
-            heapq.heappush(self._free[shard], page)
+            heapq.heappush(self._returned[shard], page)
+
+    def _take(self, shard: int) -> int:
+        if self._returned[shard]:
+            return heapq.heappop(self._returned[shard])
+        self._unused[shard] += 1
+        return self._unused[shard] - 1
