@@ -37,7 +37,7 @@ from dsv41_jax.serving.metrics import Metrics
 from dsv41_jax.serving.scheduler import Scheduler
 from dsv41_jax.serving.settings import ServeSettings
 from dsv41_jax.serving.warm_up import warm_up
-from pallas_kernels.implementation import resolve
+from pallas_kernels.implementation import require_device, resolve
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5  # for the last bytes of answers that are done
@@ -68,6 +68,7 @@ def planned(settings: ServeSettings, mesh: jax.sharding.Mesh | None) -> tuple[Ca
     numerics = numerics_module.named(settings.numerics)
     if settings.numerics == numerics_module.RELEASED.name:
         numerics = numerics.computed_by(resolve("serve", settings.implementation))
+        require_device(numerics.implementation)
     config = open_folder(find_folder(settings.model, settings.revision)).config
     size = memory.cache_size(settings, config, numerics, mesh)
     plan = memory.plan_memory(
