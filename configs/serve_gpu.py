@@ -13,10 +13,10 @@ def get_config() -> ConfigDict:
         page pools     16.80   147,456 pages x 128 tokens x 890 bytes
         windows         0.03   8 rows x 3,478,272 bytes: rings, compressor tails
         tables          0.00   page tables and floors
-        largest step    2.24   scratch, inputs, program: 512 tokens of every row through the encoder
-        images          0.78   embeddings of a block, the vision tower's activations
+        largest step    2.24   scratch, inputs, program: 512 tokens of every row through the encoder, more than a step has
+        images          0.71   embeddings of a block, the vision tower's activations
         sampler         0.40   logits, bias, counts, sorted copies of 64 rows, on the first GPU
-        in all         85.11
+        in all         85.03
         usable        133.95   95 % of what is published
 
     More pages would fit, but with 155,345 on a device the largest array has 2^31 elements, more than 32-bit offsets

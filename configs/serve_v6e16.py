@@ -10,13 +10,13 @@ def get_config() -> ConfigDict:
     of 10^9 bytes; what tests/test_serve_configs.py computes, or has from the compiler:
 
         weights       20.89   experts in FP4, a 16th of them; no Engram tables
-        page pools     6.53   57,344 pages x 128 tokens x 890 bytes
+        page pools     8.40   73,728 pages x 128 tokens x 890 bytes
         windows        0.01   4 rows x 3,478,272 bytes: rings, compressor tails
         tables         0.00   page tables and floors
-        largest step   3.40   scratch, inputs, program: 512 tokens of every row through all layers
-        images         0.74   embeddings of a block, the vision tower's activations
+        largest step   0.91   scratch, inputs, program: 512 tokens of a row of each chip through all layers
+        images         0.71   embeddings of a block, the vision tower's activations
         sampler        0.40   logits, bias, counts, sorted copies of 64 rows, on the first chip
-        in all        31.98
+        in all        31.32
         usable        33.55   what libtpu lets a program have; 4 % of it stay free
 
     The 64 rows can use 32,768 pages of a chip; the others are room for prefixes that are kept.
@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
             "engram": "host",
             "rows": 64,
             "max_len": 1_048_576,
-            "pages": 16 * 57_344,
+            "pages": 16 * 73_728,
             "prefill_block": 512,
             "default_max_tokens": 32_768,  # it thinks before it answers
             "request_seconds": 3600.0,

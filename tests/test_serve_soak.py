@@ -83,7 +83,7 @@ def made_up(draw: random.Random) -> tuple[str, dict[str, Any]]:
         body["messages"] = [{"role": "user", "content": text}]
     if path != PATHS[2] and body["stream"]:
         body["stream_options"] = {"include_usage": True}
-    body |= draw.choice(({}, {"temperature": 0}, {"seed": 7, "top_p": 0.9}, {"priority": 1}, {"min_p": 0.1}))
+    body |= draw.choice(({}, {"temperature": 0}, {"seed": 7, "top_p": 0.9}, {"priority": -1}, {"min_p": 0.1}))
     return path, body
 
 
@@ -170,7 +170,7 @@ async def soak(url: str, numbers: range) -> Totals:
     totals, left = Totals(), iter(numbers)
 
     async def client_of_many() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as client:
             for number in left:
                 await one(client, number, totals)
 
