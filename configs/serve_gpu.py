@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
         page pools     16.80   147,456 pages x 128 tokens x 890 bytes
         windows         0.03   8 rows x 3,478,272 bytes: rings, compressor tails
         tables          0.00   page tables and floors
-        largest step    2.24   scratch, inputs, program: 512 tokens of every row through the encoder, more than a step has
+        largest step    2.24   scratch, inputs, program: more than: 512 tokens of every row, encoder
         images          0.71   embeddings of a block, the vision tower's activations
         sampler         0.40   logits, bias, counts, sorted copies of 64 rows, on the first GPU
         in all         85.03
