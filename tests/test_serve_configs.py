@@ -37,7 +37,7 @@ SAMPLER_BYTES = 48  # of a row and an id: logits, bias and counts that stay (13)
 VISION_BYTES = int(0.7 * GB)
 
 # Machine, and GB of scratch, inputs, outputs and program of the largest step: a block of 512 tokens of one row of each
-# device through all layers, as `test_the_largest_step` compiles it, at a context of 131,072 tokens. The scratch does not
+# device through all layers, as `test_the_largest_step` compiles it at a context of 131,072 tokens. Scratch does not
 # depend on the context (v6e, all rows, encoder only: 2.81, 2.79 and 2.80 GB at 16,384, 131,072 and 1,048,576 tokens); a
 # decode step takes 0.06 and 0.17 GB. Of the GPUs: all rows through the encoder, by `plan.py --topology=h200:1x8
 # --phase=prefill`, which is more than a server's step.

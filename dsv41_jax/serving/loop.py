@@ -122,11 +122,13 @@ class Loop:
         self.run(SetRows(rows, tables, np.array(floors, np.int32)))
 
     def _readers(self) -> list[Task]:
-        """Tasks that are read, the one whose turn it is first: prompts take turns block by block, so that a short one
-        does not wait for a long one; those of a better priority go first.
+        """Tasks that are read, the one whose turn it is first. Blocks go in turns to the prompt that came first and to
+        the one with the least left: short ones do not wait for long ones, and none is passed for ever. Those of a
+        better priority go first.
         """
         tasks = [task for task in self.scheduler.rows.values() if task.is_reading]
-        return sorted(tasks, key=lambda t: (t.request.priority, (t.number <= self._turn), t.number))
+        shortest = self._turn % 2
+        return sorted(tasks, key=lambda t: (t.request.priority, len(t.blocks) * shortest, t.number))
 
     def _read_prompts(self) -> None:
         writing = any(task.feeds or task.fresh for task in self.scheduler.rows.values())
@@ -142,7 +144,7 @@ class Loop:
             took = self.clock() - began
             self._seconds[kind] = max(took, _FORGET * self._seconds.get(kind, 0.0))
             spent += took
-            self._turn = readers[0].number
+            self._turn += 1
             if not writing or spent + min(self._seconds.values()) > self.max_stall:
                 return
 
