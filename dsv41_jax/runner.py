@@ -132,6 +132,11 @@ def cache_bucket(tokens: int) -> int:
     return max(_SMALLEST_CACHE, 1 << (tokens - 1).bit_length())
 
 
+def step_sizes(numerics: Numerics) -> tuple[int, int]:
+    """`prefill_block` and `decode_rows` of a runner: on accelerators small steps would leave them idle."""
+    return (512, 64) if numerics.implementation in ("tpu", "gpu") else (64, 4)
+
+
 class Runner:
     """A model's parameters with everything a step needs from the host.
 
@@ -141,15 +146,14 @@ class Runner:
         prefill_block: tokens of a row that one prefill step takes. It is the same for every prompt: another length may
             round differently, and a prompt's numbers must not depend on how long its neighbours are.
         decode_rows: rows that one decode step takes; more are decoded in tiles, because the order of a sum depends on
-            the number of rows from some size on (on a CPU, 1, 2 and 4 give the same bits).
-        On accelerators both are larger: small steps would leave them idle.
+            the number of rows from some size on (on a CPU, 1, 2 and 4 give the same bits). Of both: `step_sizes`.
         mesh: devices that the model is spread over, or None. On a mesh every step runs all rows of a cache together,
             which is padded to a multiple of the devices that share rows.
         dispatch: on a mesh, how tokens reach experts; see `expert_parallel`.
     """
 
-    prefill_block: int = 64
-    decode_rows: int = 4
+    prefill_block: int
+    decode_rows: int
 
     def __init__(
         self,
@@ -164,8 +168,7 @@ class Runner:
         self.config, self.numerics, self.params = config, numerics, params
         self.hasher, self.tables, self.mesh, self.dispatch = hasher, dict(tables), mesh, dispatch
         self._send = None if mesh is None else PartSender(mesh)
-        if numerics.implementation in ("tpu", "gpu"):
-            self.prefill_block, self.decode_rows = 512, 64
+        self.prefill_block, self.decode_rows = step_sizes(numerics)
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """An empty cache for `batch` rows of at most `max_len` tokens, each with pages of its own."""

@@ -57,10 +57,7 @@ class SamplingOptions:
             raise ValueError(f"top_p={self.top_p!r}: a number above 0 and at most 1 is needed, or None for all tokens")
         if self.min_p is not None:
             check_real("min_p", self.min_p, 0, 1)
-        if not (is_real(self.repetition_penalty) and 0 < self.repetition_penalty <= 100):
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty!r}: a number above 0 and at most 100 is needed"
-            )
+        check_real("repetition_penalty", self.repetition_penalty, 0.01, 100)
         for name in ("presence_penalty", "frequency_penalty"):
             check_real(name, getattr(self, name), -2, 2)
         if self.logit_bias is not None:

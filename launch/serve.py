@@ -70,7 +70,10 @@ def settings_of(flags: argparse.Namespace) -> ServeSettings:
     if flags.config is not None:
         if not Path(flags.config).is_file():
             raise FileNotFoundError(f"--config={flags.config}: no such file")
-        made = runpy.run_path(flags.config)
+        try:
+            made = runpy.run_path(flags.config)
+        except Exception as error:
+            raise ValueError(f"--config={flags.config} cannot be run: {type(error).__name__}: {error}") from error
         if "get_config" not in made:
             raise ValueError(f"--config={flags.config} has no get_config()")
         values = dict(made["get_config"]())

@@ -11,7 +11,9 @@ from dsv41_jax import accounting, cache, model, numerics
 from dsv41_jax.ced import Reading
 from dsv41_jax.checkpoint.released import abstract_params
 from dsv41_jax.config import load_config
-from dsv41_jax.runner import Runner
+from dsv41_jax.runner import step_sizes
+
+BLOCK = step_sizes(numerics.RELEASED)[0]
 
 CONFIG = load_config(Path(__file__).parent.parent / "configs/flash.py")  # 20 + 20 layers, a window of 128
 TOKENS = 4096
@@ -20,7 +22,7 @@ TOKENS = 4096
 @functools.cache
 def step_work(layers: str) -> int:
     """Floating-point operations of a block of one prompt."""
-    block, kind = Runner.prefill_block, numerics.RELEASED
+    block, kind = BLOCK, numerics.RELEASED
     spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     columns = CONFIG.engram_layout.columns
     memory = {f"l{layer}": spec((1, block, columns)) for layer in CONFIG.engram_layer_ids}
@@ -35,7 +37,7 @@ def step_work(layers: str) -> int:
 def prompt_work(mode: str) -> int:
     """Floating-point operations of reading a prompt of 4,096 tokens."""
     reading = Reading.of(CONFIG, mode, TOKENS)
-    return sum(step_work(layers) for layers, _, _ in reading.blocks(Runner.prefill_block))
+    return sum(step_work(layers) for layers, _, _ in reading.blocks(BLOCK))
 
 
 def test_ced_is_at_most_0_56_of_exact():

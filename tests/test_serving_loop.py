@@ -149,6 +149,19 @@ def test_prompts_take_turns():
     server.run()
 
 
+def test_a_better_priority_is_read_first_and_nobody_waits_for_ever():
+    server = Server(rows=4)
+    slow = server.ask(300, 1, priority=1)
+    rounds = 0
+    while slow.request.sink.ended is None:
+        while len(server.loop.tasks()) < 4:
+            server.ask(100, 1)
+        server.loop.round()
+        rounds += 1
+    assert 2 * (300 // 16) < rounds <= 4 * (300 // 16 + 3)
+    server.run()
+
+
 def test_requests_wait_for_pages_and_nobody_passes_the_first():
     server = Server(rows=4, pages=8, reserve=128)
     first = server.ask(128 * 5, 128)  # 6 pages
@@ -368,6 +381,8 @@ def test_the_engine_refuses(engine):
     wrong.token_ids[2] = VOCAB
     with pytest.raises(RequestError, match="token ids"):
         made.submit([wrong])
+    with pytest.raises(RequestError, match="no more than 5"):
+        made.submit([ask(str(i)) for i in range(6)])
     with pytest.raises(RequestError, match="must be new"):
         made.submit([ask("a"), ask("a")])
     hold = threading.Event()
@@ -418,6 +433,18 @@ def test_an_engine_that_breaks_says_so(caplog):
     assert "the device is gone" in str(failures[0]) and not made.ready
     with pytest.raises(NotServing):
         made.submit([ask("late")])
+
+
+def test_what_is_left_when_the_server_ends_is_told_so(engine):
+    made, _ = engine
+    requests = [ask(str(i), most=900) for i in range(3)]
+    made.submit(requests)
+    assert not made.drain(0.01)
+    made.stop("the server ends")
+    for request in requests:
+        assert request.sink.over.wait(20)
+        assert request.sink.ended.reason == "cancelled" and request.sink.ended.message == "the server ends"
+    assert made.state().free_pages == 16
 
 
 def test_a_receiver_that_fails_ends_its_request_only(engine, caplog):

@@ -92,6 +92,8 @@ class ServingEngine:
             if len(set(ids)) < len(ids) or any(name in self._known for name in ids):
                 raise RequestError(f"request ids {ids}: each must be new")
             room = self._max_queued + self._loop.executor.size.rows
+            if len(requests) > room:
+                raise RequestError(f"{len(requests)} texts are asked for at once, and no more than {room} can be here")
             if len(self._known) + len(requests) > room:
                 rounds = (len(self._known) + len(requests) - room) / self._loop.executor.size.rows
                 seconds = min(max(1, math.ceil(rounds * self._seconds)), _LONGEST_WAIT)
@@ -162,7 +164,7 @@ class ServingEngine:
             if self._on_failure is not None:
                 self._on_failure(error)
             return
-        self._end_all("failed", self._stop_message)
+        self._end_all("cancelled", self._stop_message)
 
     def _take_orders(self) -> bool:
         """New requests, cancellations and deadlines; waits while there is nothing to do. False: stop."""

@@ -45,6 +45,14 @@ class CacheSize:
         return abstract_arrays(config, numerics, self.rows, self.max_len, self.pages * self.shards)
 
 
+def decode_tile(rows: int, tile: int) -> int:
+    """Rows of a decode step; ValueError if they are no whole part of all rows."""
+    tile = min(tile, rows)
+    if rows % tile:
+        raise ValueError(f"rows={rows} is no multiple of decode_rows={tile}, the rows that a decode step takes")
+    return tile
+
+
 class Executor:
     """The cache on this host's devices.
 
@@ -55,9 +63,7 @@ class Executor:
     def __init__(self, runner: Runner, size: CacheSize, block: int | None = None, tile: int | None = None):
         self.runner, self.size = runner, size
         self.block = block or runner.prefill_block
-        self.tile = size.rows if runner.mesh is not None else min(tile or runner.decode_rows, size.rows)
-        if size.rows % self.tile:
-            raise ValueError(f"rows={size.rows} is no multiple of decode_rows={self.tile}: decode steps take so many")
+        self.tile = size.rows if runner.mesh is not None else decode_tile(size.rows, tile or runner.decode_rows)
         config, numerics = runner.config, runner.numerics
         if runner.mesh is None:
             self.arrays = zero_arrays(config, numerics, size.rows, size.max_len, size.pages)

@@ -122,11 +122,13 @@ class Loop:
         self.run(SetRows(rows, tables, np.array(floors, np.int32)))
 
     def _readers(self) -> list[Task]:
-        """Tasks that are read, the one whose turn it is first. Blocks go in turns to the prompt that came first and to
-        the one with the least left: short ones do not wait for long ones, and none is passed for ever. Those of a
-        better priority go first.
+        """Tasks that are read, the one whose turn it is first. Of those of the best priority, every other block goes to
+        the prompt with the least left: short ones do not wait for long ones. A fourth goes to the one that came first,
+        and a fourth to the one that came first of all priorities: none waits for ever.
         """
         tasks = [task for task in self.scheduler.rows.values() if task.is_reading]
+        if self._turn % 4 == 2:
+            return sorted(tasks, key=lambda task: task.number)
         shortest = self._turn % 2
         return sorted(tasks, key=lambda t: (t.request.priority, len(t.blocks) * shortest, t.number))
 

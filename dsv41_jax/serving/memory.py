@@ -18,7 +18,8 @@ from dsv41_jax import sharding
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.mesh_layout import Layout
 from dsv41_jax.numerics import Numerics
-from dsv41_jax.serving.executor import CacheSize
+from dsv41_jax.runner import step_sizes
+from dsv41_jax.serving.executor import CacheSize, decode_tile
 from dsv41_jax.serving.settings import ServeSettings
 from dsv41_jax.sharded_step import AbstractStep, abstract_step
 from dsv41_jax.tiles import TEMPORARY_BYTES
@@ -27,7 +28,6 @@ from dsv41_jax.vision import SCORE_BYTES
 _SAMPLER_BYTES = 4 + 1 + 4 + 4  # of a row and id: bias, seen in the prompt, count, logits
 _SAMPLING_COPIES = 4  # float32 [rows, V] beside them while tokens are drawn: penalised, warm, sorted, noise
 _SHOWN = 10**6
-BLOCK = 512  # tokens of a prompt that an accelerator's step reads; see `Runner`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def cache_size(settings: ServeSettings, config: ModelConfig, numerics: Numerics,
     """The cache that the settings ask for; rows and pages are rounded up to what the devices of a mesh can share.
 
     Raises:
-        ValueError: more tokens than the model has positions.
+        ValueError: more tokens than the model has positions, or rows that no decode step takes.
     """
     if settings.max_len > config.max_position_embeddings:
         raise ValueError(
@@ -66,6 +66,7 @@ def cache_size(settings: ServeSettings, config: ModelConfig, numerics: Numerics,
     size = CacheSize(settings.rows, settings.max_len, 1)
     if mesh is None:
         pages = settings.rows * size.per_row if settings.pages is None else settings.pages
+        decode_tile(settings.rows, settings.decode_rows or step_sizes(numerics)[1])
         return dataclasses.replace(size, pages=pages)
     layout = sharding.layout_of(mesh)
     rows, shards = sharding.padded_rows(settings.rows, layout), layout.data * layout.tensor
@@ -115,7 +116,7 @@ def plan_memory(
             phase="prefill_exact",
             batch=size.shards,
             context=size.max_len,
-            block=block or BLOCK,
+            block=block or step_sizes(numerics)[0],
             **storage,
         )
         parts["scratch of the largest step"] = _scratch(step)

@@ -10,7 +10,8 @@ from dsv41_jax.completion import GeneratedToken
 from dsv41_jax.image_input import ImageInput
 from dsv41_jax.sampling import SamplingOptions
 
-# "cancelled": by the client. "deadline": it ran out of time. "failed": the engine broke; the message says how.
+# "cancelled": by the client, or by the end of the server, as the message says. "deadline": it ran out of time.
+# "failed": the engine broke; the message says how.
 EndReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
 
 

@@ -5,13 +5,16 @@ everything is compiled. On SIGTERM or SIGINT nothing new is taken, what runs may
 process exits with 0; a second signal ends it at once. If the engine breaks, the process exits with 1.
 """
 
+import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 import jax
 import uvicorn
@@ -23,6 +26,7 @@ from dsv41_jax.generate import Model
 from dsv41_jax.load import load
 from dsv41_jax.mesh_layout import Layout
 from dsv41_jax.model_folder import find_folder
+from dsv41_jax.pages import PAGE_TOKENS
 from dsv41_jax.serving import memory
 from dsv41_jax.serving.auth import load_keys
 from dsv41_jax.serving.constraints import Constraints
@@ -112,7 +116,8 @@ def _listen(settings: ServeSettings) -> socket.socket:
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except OSError as error:
-        raise OSError(f"cannot listen at {settings.host} port {settings.port}: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(f"cannot listen at {settings.host} port {settings.port}: {reason}") from error
 
 
 class _Server:
@@ -123,38 +128,68 @@ class _Server:
         self.processes = processes
         self._door = Door()
         self._end = threading.Event()
-        self._warm = self._broken = False
+        self._engine: ServingEngine | None = None
+        self._leader: Leader | None = None
+        self._error: BaseException | None = None
+        self._broken = False
         options = uvicorn_options(settings) | {"timeout_graceful_shutdown": _FLUSH_SECONDS}
         self._http = uvicorn.Server(uvicorn.Config(self._door, **options))
 
     def run(self, load_model: Callable[[], Model]) -> int:
-        """From the first signal handler to the exit code."""
+        """From the first signal handler to the exit code. Work is done by other threads: a signal is never kept waiting
+        by a compiler.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signal)
-        thread = threading.Thread(target=self._http.run, kwargs={"sockets": [self.listener]}, name="http", daemon=True)
-        thread.start()
-        engine = leader = None
+        http = threading.Thread(target=self._serve_http, name="http", daemon=True)
+        http.start()
+        threading.Thread(target=self._begin, args=(load_model,), name="start", daemon=True).start()
+        try:
+            self._end.wait()
+            if self._error is not None:
+                raise self._error
+            if self._engine is None:
+                self._give_up()
+            self._drain(self._engine)
+        finally:
+            if self._engine is not None:
+                self._engine.stop()
+            if self._leader is not None:
+                self._leader.end()
+            self._http.should_exit = True
+            http.join(_FLUSH_SECONDS + 2)
+        return 1 if self._broken else 0
+
+    def _serve_http(self) -> None:
+        try:
+            self._http.run(sockets=[self.listener])
+        finally:
+            if not self._http.should_exit:
+                self._failed(RuntimeError("HTTP ended by itself"))
+
+    def _begin(self, load_model: Callable[[], Model]) -> None:
         try:
             model = load_model()
             model.require_tokenizer()
             executor = Executor(model._runner, self.size, self.settings.prefill_block, self.settings.decode_rows)
             if self.processes.count > 1:
-                leader = Leader(self.processes, executor, _FOLLOWER_SECONDS)
-            engine = self._start(model, executor, leader)
-            self._end.wait()
-            self._drain(engine)
-        finally:
-            if engine is not None:
-                engine.stop()
-            if leader is not None:
-                leader.end()
-            self._http.should_exit = True
-            thread.join(_FLUSH_SECONDS + 2)
-        return 1 if self._broken else 0
+                self._leader = Leader(self.processes, executor, _FOLLOWER_SECONDS)
+            self._engine = self._start(model, executor)
+        except BaseException as error:
+            self._error = error
+            self._end.set()
 
-    def _start(self, model: Model, executor: Executor, leader: Leader | None) -> ServingEngine:
+    def _give_up(self) -> NoReturn:
+        """A signal came before the server was ready: end at once, whatever the compiler is doing."""
+        text = "serve: ended by a signal before it was ready"
+        if self.processes.count > 1:
+            raise SystemExit(text)  # the other hosts are told
+        print(text, file=sys.stderr, flush=True)
+        os._exit(0)
+
+    def _start(self, model: Model, executor: Executor) -> ServingEngine:
         settings, metrics = self.settings, Metrics()
-        run = executor.run if leader is None else leader.run
+        run = executor.run if self._leader is None else self._leader.run
         scheduler = Scheduler(self.size, settings.reserve_tokens)
         loop = Loop(executor, scheduler, metrics, settings.max_stall_ms / 1000, run)
         block = warm_up(loop)
@@ -168,9 +203,12 @@ class _Server:
         metrics.attach(engine)
         config = model.config
         constraints = Constraints(model.require_tokenizer(), config.vocab_size, config.eos_token_id)
+        room = self.size.pages * PAGE_TOKENS  # of one request: it lies on one device
+        if room < settings.max_len:
+            _log.warning("a request can have %d tokens, as many as a device has pages for", room)
+            settings = dataclasses.replace(settings, max_len=room)
         self._door.app = make_app(engine, model, settings, constraints, metrics)
         engine.start()
-        self._warm = True
         host, port = self.listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"ready: http://{shown}:{port}", file=sys.stderr, flush=True)
@@ -188,9 +226,6 @@ class _Server:
         self._end.set()
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
-        if self._warm and not self._end.is_set():
-            self._end.set()
-        elif self._warm or self.processes.count > 1:
-            raise SystemExit("serve: ended by a signal")  # the other hosts, if any, are told
-        else:
-            raise SystemExit(0)
+        if self._end.is_set():
+            raise SystemExit("serve: ended by a second signal")
+        self._end.set()
