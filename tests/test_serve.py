@@ -161,11 +161,12 @@ def test_a_long_prompt_does_not_stall_streams(server, client):
                 before.append(b - a)
             elif a > begin and b < long_done[0]:
                 during.append(b - a)
-    for name, gaps in (("before", before), ("during", during)):
-        cuts = statistics.quantiles(gaps, n=100)
-        print(f"gaps {name}: p50 {cuts[49] * 1e3:.0f} ms, p99 {cuts[98] * 1e3:.0f} ms, max {max(gaps) * 1e3:.0f} ms")
+    cuts = {name: statistics.quantiles(gaps, n=100) for name, gaps in (("before", before), ("during", during))}
+    for name, of in cuts.items():
+        longest = max(before if name == "before" else during)
+        print(f"gaps {name}: p50 {of[49] * 1e3:.0f} ms, p99 {of[98] * 1e3:.0f} ms, max {longest * 1e3:.0f} ms")
     assert len(during) > 40
-    assert max(during) <= max(before) + 0.25
+    assert max(during) <= cuts["before"][98] + 0.25
 
 
 def test_running_requests_end_before_the_server_does(server, client):
