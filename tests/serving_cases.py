@@ -33,7 +33,7 @@ def texts(folder: Path, mesh_name: str | None, engram: str) -> list[tuple[list[i
     config = random_legal_config(SEED)
     model = ds.load(folder, mesh, numerics="float32", token_map=random_token_map(config, SEED), engram=engram)
     runner = model._runner
-    settings = ServeSettings(rows=6, max_len=256, pages=16)
+    settings = ServeSettings(rows=6, max_len=256, pages=16, decode_rows=2)
     size = memory.cache_size(settings, model.config, runner.numerics, mesh)
     executor = Executor(runner, size, block=16, tile=None if mesh is not None else 2)
     loop = Loop(executor, Scheduler(size, 8), None, 0.05)

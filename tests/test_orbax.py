@@ -16,6 +16,7 @@ from dsv41_jax.checkpoint.names import flatten, name_map, nest
 from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.checkpoint.orbax import ENGRAM_FILE, OrbaxFolder, save_orbax
 from dsv41_jax.checkpoint.released import CheckpointError, ReleasedFolder, load_params, save_released
+from dsv41_jax.model_folder import find_folder
 from dsv41_jax.numerics import FLOAT32, NOQUANT, RELEASED
 from oracle_weights import read_safetensors, write_safetensors
 
@@ -198,7 +199,7 @@ def test_load_takes_an_orbax_folder_in_any_placement(folder, source, token_map):
 
 def test_tokenizer_files_come_along_and_replace_the_token_map(tmp_path, token_map):
     demo = ds.load("demo")
-    origin = ReleasedFolder.open(ds.load.__globals__["_find"]("demo", None))
+    origin = ReleasedFolder.open(find_folder("demo", None))
     save_orbax(demo.params, demo.config, tmp_path / "model", tokenizer=origin.path, token_map=token_map)
     names = {p.name for p in (tmp_path / "model").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json"} <= names and "token_map.npy" not in names

@@ -8,12 +8,15 @@ import json
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import anthropic
 import httpx
 import openai
 import pytest
 
+import dsv41_jax
+from dsv41_jax.tokenizer import Tokenizer
 from serve_process import ServeProcess
 
 PROMPTS = ["The harbour", "A long time ago", "In the house of", "Water is", "They went", "On the road", "My", "When he"]
@@ -62,6 +65,36 @@ def test_chat_answers_in_a_schema(client):
     )
     assert json.loads(answer.choices[0].message.content)["answer"] in ("yes", "no")
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_schema_holds_after_the_thoughts(client):
+    """A bias ends the demo's thoughts at once; from there on only the schema's text can come."""
+    tokenizer = Tokenizer.from_folder(Path(dsv41_jax.__file__).parent / "demo_model")
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}}
+    schema |= {"required": ["n"], "additionalProperties": False}
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "How many?"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+        logit_bias={str(tokenizer.token_id("</think>")): 100},
+        max_tokens=40,
+        seed=4,
+    )
+    assert 0 <= json.loads(answer.choices[0].message.content)["n"] <= 99
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 1
+
+
+def test_samples_stop_strings_and_log_probabilities(client):
+    ask = {"model": "demo", "prompt": "The harbour", "max_tokens": 16}
+    two = client.completions.create(**ask, n=2, seed=7, logprobs=2).choices
+    again = client.completions.create(**ask, n=2, seed=7).choices
+    assert two[0].text != two[1].text and [c.text for c in two] == [c.text for c in again]
+    assert all(len(choice.logprobs.token_logprobs) == 16 for choice in two)
+    text = client.completions.create(**ask, temperature=0).choices[0].text
+    stop = text[10:14]  # inside and across tokens
+    cut = client.completions.create(**ask, temperature=0, stop=stop).choices[0]
+    assert cut.text == text[: text.find(stop)] and cut.finish_reason == "stop"
 
 
 def test_chat_streams_what_it_answers_at_once(client):
