@@ -47,6 +47,8 @@ def test_pictures_are_seen(tmp_path):
     config = ds.ModelConfig.from_json(demo.config.to_json() | {"vision_config": TOWER})
     demo_folder = importlib.resources.files("dsv41_jax") / "demo_model"
     params = init_params(config, jax.random.key(0)) | demo.params
+    last = params["aligner"]["w2"]  # zero at the start of a training
+    params["aligner"]["w2"] = last | {"weight": jax.random.normal(jax.random.key(1), last["weight"].shape) * 0.1}
     save_released(params, config, str(tmp_path / "seeing"), tokenizer=str(demo_folder))
     seeing = ds.load(tmp_path / "seeing", numerics="float32")
     pictures = np.zeros((2, 84, 126, 3), np.uint8)
