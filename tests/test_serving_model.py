@@ -157,6 +157,7 @@ def test_nothing_is_compiled_after_warm_up(model):
     assert executor.size.pages == crowd.scheduler.pool.all_free
 
 
+@pytest.mark.slow
 def test_images_are_read(plain, plain_executor):
     """A prompt with an image: as `prefill` reads it. Another image makes another text."""
     rng, patch = np.random.default_rng(0), VISION["patch_size"]
