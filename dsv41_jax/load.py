@@ -85,7 +85,7 @@ def load(
             maps differ.
     """
     chosen = numerics_module.named(numerics)
-    chosen = chosen.computed_by(_implementation(implementation, chosen))
+    chosen = chosen.computed_by(implementation_of(implementation, chosen))
     if mesh is not None:
         sharding.layout_of(mesh)
         if not isinstance(mesh, Mesh):
@@ -142,7 +142,8 @@ def _table(
     return EngramShare(source.engram_table(layer, place, numerics.dtype, own), own[0], rows, hot)
 
 
-def _implementation(asked: str, numerics: numerics_module.Numerics) -> str:
+def implementation_of(asked: str, numerics: numerics_module.Numerics) -> str:
+    """Who computes what has kernels, as `load` decides; ValueError for kernels that this process does not have."""
     if asked == "auto" and numerics.name != numerics_module.RELEASED.name:
         _log.info("implementation auto: reference, because numerics %s has no kernels", numerics.name)
         return "reference"

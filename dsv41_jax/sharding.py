@@ -201,6 +201,11 @@ def placed(mesh: Mesh, tree: Any, specs: Any) -> Any:
     )
 
 
+def shard_bytes(tree: Any) -> int:
+    """Bytes of one device's part of arrays, or ShapeDtypeStructs, with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def init(make: Callable[[jax.Array], dict], key: jax.Array, mesh: Mesh) -> dict:
     """`make(key)`, a parameter pytree, made in its shards: no device ever holds a whole split array. Experts and Engram
     rows are padded with zeros, as `padded_shape` says.

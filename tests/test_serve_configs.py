@@ -60,11 +60,6 @@ def settings_of(name: str) -> ServeSettings:
     return ServeSettings.of(config_of(name).get_config().to_dict())
 
 
-def local_bytes(tree: Any) -> int:
-    """Bytes of one device's part of abstract arrays."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 @functools.cache
 def abstract(name: str) -> tuple[ServeSettings, Any, Any, Any]:
     """Settings, machine, parameters and cache of a pod."""
@@ -92,10 +87,10 @@ def buffers(name: str) -> dict[str, int]:
     config = load_config(str(ROOT / "configs/flash.py"))
     block = settings.prefill_block
     return {
-        "weights": local_bytes(params),
-        "page pools": local_bytes((cache.main_kv, cache.index_key)),
-        "windows": local_bytes((cache.window, cache.draft_window, cache.tail_values, cache.tail_gates)),
-        "tables": local_bytes((cache.page_table, cache.encoder_floor, cache.decoder_floor)),
+        "weights": sharding.shard_bytes(params),
+        "page pools": sharding.shard_bytes((cache.main_kv, cache.index_key)),
+        "windows": sharding.shard_bytes((cache.window, cache.draft_window, cache.tail_values, cache.tail_gates)),
+        "tables": sharding.shard_bytes((cache.page_table, cache.encoder_floor, cache.decoder_floor)),
         "largest step": int(PODS[name][1] * GB),
         "images": block * config.hidden_size * 4 + VISION_BYTES,
         "sampler": settings.rows * config.vocab_size * SAMPLER_BYTES,
@@ -185,5 +180,5 @@ def test_the_largest_step(name):
         traced = jax.jit(step.function, donate_argnums=step.donate, keep_unused=True).trace(*step.arguments)
         found = traced.lower().compile().memory_analysis()
     taken = found.argument_size_in_bytes + found.temp_size_in_bytes + found.generated_code_size_in_bytes
-    taken += found.output_size_in_bytes - found.alias_size_in_bytes - local_bytes(step.arguments[:2])
+    taken += found.output_size_in_bytes - found.alias_size_in_bytes - sharding.shard_bytes(step.arguments[:2])
     assert taken / GB == pytest.approx(PODS[name][1], rel=0.02)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from dsv41_jax.cache import pages_for
 from dsv41_jax.serving.compiled import programs_asked_for
 from dsv41_jax.serving.loop import Loop
 from dsv41_jax.serving.request import (
@@ -32,7 +33,7 @@ class ServingEngine:
     """Runs requests until it is stopped. The methods of `request.Engine`, and its life.
 
     Args:
-        loop: what does the work; nothing else may call it once the engine has started.
+        loop: what does the work, warm; nothing else may call it once the engine has started.
         max_queued: requests that may wait besides those that find a free row.
         failed: called in the engine's thread when it broke; every request has ended by then.
     """
@@ -46,16 +47,16 @@ class ServingEngine:
         self._numbers = itertools.count()
         self._open = self._stopping = False
         self._stop_message = ""
-        self._compiled_before: int | None = None
+        self._compiled_before = programs_asked_for()
         self._seconds = 1.0  # that a request takes, of the last ones
         self._bytes = _device_bytes((loop.executor.runner.params, loop.executor.arrays))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        loop.ended = self._forget
 
     # --- its life ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take requests from now on; after warm-up."""
-        self._compiled_before = programs_asked_for()
+        """Take requests from now on."""
         self._open = True
         self._thread.start()
 
@@ -128,7 +129,7 @@ class ServingEngine:
             free_pages=loop.scheduler.pool.all_free,
             hbm_bytes=self._bytes,
             persistent_bytes=0,
-            compilations=0 if self._compiled_before is None else programs_asked_for() - self._compiled_before,
+            compilations=programs_asked_for() - self._compiled_before,
             **dataclasses.asdict(counters),
         )
 
@@ -147,7 +148,7 @@ class ServingEngine:
                 f"a prompt of {len(ids)} tokens and an answer of up to {request.max_new_tokens} exceed the "
                 f"{size.max_len} tokens that a request can have here"
             )
-        pages = self._loop.scheduler.most_pages(Task(request, 0, 0.0))
+        pages = pages_for(total)
         if pages > size.pages:
             raise RequestError(f"a request of {total} tokens takes {pages} pages, and there are {size.pages}")
 
@@ -157,7 +158,6 @@ class ServingEngine:
         try:
             while self._take_orders():
                 self._loop.round()
-                self._forget_ended()
         except BaseException as error:
             _log.exception("the engine broke")
             self._end_all("failed", f"the engine broke: {type(error).__name__}: {error}")
@@ -187,19 +187,15 @@ class ServingEngine:
             if deadline is not None and now >= deadline:
                 took = now - task.submitted
                 self._loop.end(task, "deadline", f"not finished after {took:.1f} s, which is its time limit")
-        self._forget_ended()
         return True
 
-    def _forget_ended(self) -> None:
-        alive = {task.id for task in self._loop.tasks()}
+    def _forget(self, task: Task) -> None:
+        """A task has ended."""
         with self._changed:
-            ended = self._known.keys() - alive - {task.id for task in self._inbox}
-            for name in ended:
-                task = self._known.pop(name)
-                self._cancelled.discard(name)
-                self._seconds += 0.1 * (time.monotonic() - task.submitted - self._seconds)
-            if ended:
-                self._changed.notify_all()
+            del self._known[task.id]
+            self._cancelled.discard(task.id)
+            self._seconds += 0.1 * (time.monotonic() - task.submitted - self._seconds)
+            self._changed.notify_all()
 
     def _end_all(self, reason: EndReason, message: str) -> None:
         with self._changed:
@@ -210,7 +206,6 @@ class ServingEngine:
             self._loop.scheduler.add(task)
         for task in self._loop.tasks():
             self._loop.end(task, reason, message)
-        self._forget_ended()
 
 
 def _device_bytes(tree: object) -> int:

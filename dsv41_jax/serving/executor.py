@@ -7,11 +7,9 @@ import numpy as np
 from jax import Array
 
 from dsv41_jax import sharding
-from dsv41_jax.cache import CacheArrays, abstract_arrays, pages_for, zero_arrays
-from dsv41_jax.config import ModelConfig
+from dsv41_jax.cache import pages_for, zero_arrays
 from dsv41_jax.image_input import ImageInput
 from dsv41_jax.image_plan import span_length, vision_config
-from dsv41_jax.numerics import Numerics
 from dsv41_jax.runner import Runner
 from dsv41_jax.serving.steps import Block, EmbedImage, SetRows, Step
 from dsv41_jax.vision import embed_span
@@ -39,10 +37,6 @@ class CacheSize:
     def shard_of(self, row: int) -> int:
         """Which of the devices holds a row."""
         return row // (self.rows // self.shards)
-
-    def arrays(self, config: ModelConfig, numerics: Numerics) -> CacheArrays:
-        """The cache as abstract arrays, over all devices."""
-        return abstract_arrays(config, numerics, self.rows, self.max_len, self.pages * self.shards)
 
 
 def decode_tile(rows: int, tile: int) -> int:

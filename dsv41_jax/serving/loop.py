@@ -44,6 +44,9 @@ class Loop:
     Args:
         executor: this host's. run: runs a step here, and on the other hosts of a pod.
         max_stall: seconds. clock: seconds, monotonic.
+
+    Attributes:
+        ended: called with each task that has ended, after its sink.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Loop:
         runner, size = executor.runner, executor.size
         self.executor, self.scheduler, self.observer = executor, scheduler, observer
         self.max_stall, self.clock, self.run = max_stall, clock, run or executor.run
+        self.ended: Callable[[Task], None] = lambda task: None
         self.counters = Counters()
         self.sampler = Sampler(size.rows, runner.config.vocab_size)
         self._together = runner.mesh is not None  # every step of a mesh has all rows
@@ -93,6 +97,7 @@ class Loop:
         if self.observer is not None:
             self.observer.ended(ended)
         self._tell(task, task.request.sink.done, ended)
+        self.ended(task)
 
     def tasks(self) -> list[Task]:
         """All that have not ended."""

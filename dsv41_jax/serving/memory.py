@@ -6,9 +6,7 @@ code keeps.
 """
 
 import dataclasses
-import math
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -103,7 +101,7 @@ def plan_memory(
     kinds["windows and compressor tails"] = (cache.window, cache.draft_window, cache.tail_values, cache.tail_gates)
     kinds["page tables"] = (cache.page_table, cache.encoder_floor, cache.decoder_floor)
     cells = size.rows * config.vocab_size
-    parts = {"weights": _own_bytes(params)} | {name: _own_bytes(tree) for name, tree in kinds.items()}
+    parts = {name: sharding.shard_bytes(tree) for name, tree in ({"weights": params} | kinds).items()}
     parts["logits and sampling"] = cells * (_SAMPLER_BYTES + 4 * _SAMPLING_COPIES)
     if config.vision is not None:
         parts["images"] = SCORE_BYTES
@@ -142,11 +140,6 @@ def check_memory(plan: MemoryPlan) -> None:
             f"this server does not fit its devices:\n{plan}\nGive it fewer rows or pages, a shorter max_len, "
             "Engram tables on the host, or more devices (launch/plan.py says how many)"
         )
-
-
-def _own_bytes(tree: Any) -> int:
-    """Bytes of one device's shards."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _limit(mesh: Mesh | None) -> int | None:

@@ -35,10 +35,6 @@ class Scheduler:
         self._now = 0.0  # virtual time: tokens served at an equal share
         self._finish: dict[str, float] = {}
 
-    def most_pages(self, task: Task) -> int:
-        """Pages it can ever hold."""
-        return pages_for(task.prompt_length + task.request.max_new_tokens)
-
     def add(self, task: Task) -> None:
         """Queue a task that is new."""
         request = task.request
@@ -51,14 +47,14 @@ class Scheduler:
         """Give rows and the pages of their prompts to those at the head of the queue that fit."""
         while self.waiting:
             task = self.waiting[0]
-            placed = self._place(self._wanted(task))
+            wanted = self._wanted(task)
+            placed = self._place(wanted)
             if placed is None:
                 return
             self.waiting.pop(0)
             self._now = max(self._now, task.rank[1])
             self._finish = {tenant: at for tenant, at in self._finish.items() if at > self._now}
-            task.row = placed
-            task.reserved = self._wanted(task)
+            task.row, task.reserved = placed, wanted
             task.pages = self.pool.take(self.size.shard_of(placed), pages_for(task.prompt_length + len(task.output)))
             self.rows[placed] = task
             yield task

@@ -23,7 +23,7 @@ from dsv41_jax import numerics as numerics_module
 from dsv41_jax.checkpoint.open_folder import open_folder
 from dsv41_jax.distributed import Processes
 from dsv41_jax.generate import Model
-from dsv41_jax.load import load
+from dsv41_jax.load import implementation_of, load
 from dsv41_jax.mesh_layout import Layout
 from dsv41_jax.model_folder import find_folder
 from dsv41_jax.pages import PAGE_TOKENS
@@ -41,7 +41,6 @@ from dsv41_jax.serving.metrics import Metrics
 from dsv41_jax.serving.scheduler import Scheduler
 from dsv41_jax.serving.settings import ServeSettings
 from dsv41_jax.serving.warm_up import warm_up
-from pallas_kernels.implementation import require_device, resolve
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5  # for the last bytes of answers that are done
@@ -70,9 +69,7 @@ def serve(settings: ServeSettings, processes: Processes) -> int:
 def planned(settings: ServeSettings, mesh: jax.sharding.Mesh | None) -> tuple[CacheSize, memory.MemoryPlan]:
     """The cache, and the bytes of a device; ValueError where the settings do not fit the model or the memory."""
     numerics = numerics_module.named(settings.numerics)
-    if settings.numerics == numerics_module.RELEASED.name:
-        numerics = numerics.computed_by(resolve("serve", settings.implementation))
-        require_device(numerics.implementation)
+    numerics = numerics.computed_by(implementation_of(settings.implementation, numerics))
     config = open_folder(find_folder(settings.model, settings.revision)).config
     size = memory.cache_size(settings, config, numerics, mesh)
     plan = memory.plan_memory(
