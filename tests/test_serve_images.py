@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.resources
 import io
+import json
 
 import jax
 import numpy as np
@@ -17,20 +18,6 @@ from dsv41_jax.checkpoint.save_released import save_released
 from dsv41_jax.training.init import init_params
 from serve_process import ServeProcess
 
-TOWER = {
-    "model_type": "deepseek_v41_vision",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "intermediate_size": 96,
-    "patch_size": 14,
-    "rope_theta": 10000,
-    "downsample_ratio": 3,
-    "max_image_tokens": 64,
-    "min_pixels": 7056,
-    "max_wh_ratio": None,
-}
-
 
 def data_url(picture: np.ndarray) -> str:
     encoded = io.BytesIO()
@@ -39,12 +26,13 @@ def data_url(picture: np.ndarray) -> str:
 
 
 @pytest.mark.slow
-def test_pictures_are_seen(tmp_path):
+def test_pictures_are_seen(golden, tmp_path):
     """The demo with a random vision tower: nonsense, and the same nonsense from both. In float32, because the server's
     code is optimised and the test's is not.
     """
     demo = ds.load("demo")
-    config = ds.ModelConfig.from_json(demo.config.to_json() | {"vision_config": TOWER})
+    tower = json.loads((golden / "tinyA_config.json").read_text())["vision_config"]
+    config = ds.ModelConfig.from_json(demo.config.to_json() | {"vision_config": tower})
     demo_folder = importlib.resources.files("dsv41_jax") / "demo_model"
     params = init_params(config, jax.random.key(0)) | demo.params
     last = params["aligner"]["w2"]  # zero at the start of a training
