@@ -152,7 +152,7 @@ class Loop:
             self._seconds[kind] = max(took, _FORGET * self._seconds.get(kind, 0.0))
             spent += took
             self._turn += 1
-            if not writing or spent + min(self._seconds.values()) > self.max_stall:
+            if not writing:
                 return
 
     def _next_units(self, readers: list[Task]) -> tuple[str, Callable[[], None]]:
