@@ -109,7 +109,7 @@ def draft_hidden(
                 stored = rings.joined(window_kv(m), rings.stored_form(own, numerics))
                 o = attend_everything(q, stored, mask[:, 0], layer["attn"]["attn_sink"], numerics)
             else:
-                own = quant.fake_q8(own) if numerics.quantize_activations else own
+                own = quant.fake_q8(own) if numerics.quantizes("window_kv") else own
                 keys = jnp.concatenate([window_kv(m).astype(own.dtype), own], axis=1)
                 o = module.apply(variables, q, keys, mask, None, None, method="attend")
             return module.apply(variables, o, cos, sin, method="output")

@@ -49,7 +49,7 @@ def gather_rows(table: dict[str, Array], ids: Array, numerics: Numerics) -> Arra
         rows = {name: leaf.at[ids].get(mode="promise_in_bounds") for name, leaf in table.items()}
     else:
         rows = {name: distant_rows(numerics.parallel, leaf, ids) for name, leaf in table.items()}
-    if numerics.quantize_weights and "scale" not in rows:
+    if numerics.quantizes("tables") and "scale" not in rows:
         return quant.fake_quantize_weight("fp8_rows", rows["weight"]).astype(numerics.dtype)
     return quant.dequantize_weight(rows, numerics.dtype)
 

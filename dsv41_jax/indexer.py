@@ -37,7 +37,7 @@ class Indexer(nn.Module):
         q = self.wq_b(qr)
         q = q.reshape(*q.shape[:-1], self.heads, self.dim)
         q = rotate_tail(q, cos[..., None, :], sin[..., None, :], self.numerics)
-        if self.numerics.quantize_activations:
+        if self.numerics.quantizes("index"):
             q = quant.fake_q4_index(q)
         constant = jnp.float32(
             self.dim**-0.5 * self.heads**-0.5

@@ -11,6 +11,8 @@ from dsv41_jax import quant
 from dsv41_jax.numerics import Numerics, project_rows
 from pallas_kernels import quantized_linear
 
+_POINTS = {"fp8": "dense_weights", "fp4": "expert_weights"}
+
 
 def weight_matrix(leaf: dict[str, Array], numerics: Numerics, stored_as: str | None) -> Array:
     """The matrix a matmul uses: dequantised, or in training rounded through the format it will be stored in.
@@ -23,9 +25,10 @@ def weight_matrix(leaf: dict[str, Array], numerics: Numerics, stored_as: str | N
     if "scale" in leaf:
         return quant.dequantize_weight(leaf, numerics.dtype)
     weight = leaf["weight"]
-    if numerics.quantize_weights and stored_as is not None:
-        return quant.fake_quantize_weight(stored_as, weight)
-    return weight
+    if stored_as is not None and numerics.quantizes(_POINTS[stored_as]):
+        weight = quant.fake_quantize_weight(stored_as, weight)
+    # Master weights are float32; what they are quantised to is exact in bf16.
+    return weight.astype(numerics.dtype) if weight.dtype == jnp.float32 else weight
 
 
 def stored_leaf(module: nn.Module, shape: tuple[int, ...]) -> dict[str, Array]:
@@ -65,7 +68,7 @@ class Linear(nn.Module):
         leaf = stored_leaf(self, (self.features, x.shape[-1]))
         if self.numerics.kernels and "scale" in leaf:
             return kernel_linear(x, leaf, self.numerics)
-        if self.quantized and self.numerics.quantize_activations:
+        if self.quantized and self.numerics.quantizes("linear_inputs"):
             x = quant.fake_q8(x)
         matrix = weight_matrix(leaf, self.numerics, "fp8" if self.quantized else None)
         return self.numerics.round(project_rows(x, matrix))

@@ -116,7 +116,7 @@ class MoE(nn.Module):
         logits, bias = self.gate(rows, None if image_mask is None else image_mask.reshape(-1))
         experts, weights = route(logits, bias, self.topk, self.scoring, self.normalise, self.route_scale)
         kernels = self.numerics.kernels
-        if self.numerics.quantize_activations and not kernels:
+        if self.numerics.quantizes("linear_inputs") and not kernels:
             rows = quant.fake_q8(rows)  # the input of w1 and w3 of every expert; kernels do it themselves
         compute = self._by_kernels if kernels else self._by_reference
         total = routed_sum(self.numerics.parallel, self.n_experts, rows, experts, weights, compute)
@@ -136,7 +136,7 @@ class MoE(nn.Module):
         split = parallel.splits(self.shared_inter)
         x = parallel.gather_rows(rows) if split else rows
         a = self.numerics.round(swiglu(matmul("w1", x), matmul("w3", x), self.limit))
-        if self.numerics.quantize_activations and not self.numerics.kernels:
+        if self.numerics.quantizes("linear_inputs") and not self.numerics.kernels:
             a = quant.fake_q8(a)
         project = parallel.from_columns if split else parallel.by_columns
         return self.numerics.round(project(functools.partial(matmul, "w2"), a, d))
@@ -193,7 +193,7 @@ class MoE(nn.Module):
             return self.numerics.round_f32(einsum_f32("etk,enk->etn", x, matrices))
 
         a = self.numerics.round(swiglu(matmul(x, leaves["w1"]), matmul(x, leaves["w3"]), self.limit) * weight)
-        if self.numerics.quantize_activations:
+        if self.numerics.quantizes("linear_inputs"):
             a = quant.fake_q8(a)
         return self.numerics.round(matmul(a, leaves["w2"]))
 

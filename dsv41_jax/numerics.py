@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jax import Array
 
 from dsv41_jax.parallel import SINGLE, Parallel
 from pallas_kernels.implementation import KernelError
+
+ACTIVATION_POINTS = ("linear_inputs", "window_kv", "main_kv", "index")
+WEIGHT_POINTS = ("dense_weights", "expert_weights", "tables")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Numerics:
         quantize_activations: whether matmul inputs, window KV, main KV and index queries/keys are quantised.
         quantize_weights: whether float weights are quantised where they are used, with straight-through gradients
             (training only).
+        unquantized: points of `ACTIVATION_POINTS` and `WEIGHT_POINTS` that stay as they are (training only:
+            caches store a numerics' own formats).
         implementation: who computes it: "reference" or a kernel ("tpu", "gpu", "interpret"), see
             `pallas_kernels.implementation`. Kernels know `released` only.
         parallel: the devices among which it is spread. No number depends on it, but the order in which the outputs of
@@ -35,6 +41,7 @@ class Numerics:
     dtype: jnp.dtype
     quantize_activations: bool
     quantize_weights: bool = False
+    unquantized: frozenset[str] = frozenset()
     implementation: str = "reference"
     parallel: Parallel = SINGLE
 
@@ -42,6 +49,19 @@ class Numerics:
     def kernels(self) -> bool:
         """Whether kernels compute it."""
         return self.implementation != "reference"
+
+    def quantizes(self, point: str) -> bool:
+        """Whether values are quantised at a point of `ACTIVATION_POINTS` or `WEIGHT_POINTS`."""
+        on = self.quantize_weights if point in WEIGHT_POINTS else self.quantize_activations
+        return on and point not in self.unquantized
+
+    def without(self, points: Iterable[str]) -> "Numerics":
+        """These numerics with some points left unquantised; ValueError for one that does not exist."""
+        unknown = set(points) - {*ACTIVATION_POINTS, *WEIGHT_POINTS}
+        if unknown:
+            known = ", ".join((*ACTIVATION_POINTS, *WEIGHT_POINTS))
+            raise ValueError(f"no quantisation point is called {', '.join(sorted(unknown))}; choose among {known}")
+        return dataclasses.replace(self, unquantized=self.unquantized | frozenset(points))
 
     def computed_by(self, implementation: str) -> "Numerics":
         """These numerics, computed by `implementation` (one that `pallas_kernels.implementation.resolve` returned).
@@ -79,8 +99,10 @@ class Numerics:
 RELEASED = Numerics("released", jnp.dtype(jnp.bfloat16), True)
 NOQUANT = Numerics("noquant", jnp.dtype(jnp.bfloat16), False)
 FLOAT32 = Numerics("float32", jnp.dtype(jnp.float32), False)
-# Training: float32 compute, the release's quantisation points applied to activations and weights.
+# Training on float32 master weights: the release's quantisation points applied to activations and weights, computed in
+# float32 or in bf16.
 QUANTIZED_TRAINING = Numerics("quantized_training", jnp.dtype(jnp.float32), True, True)
+QUANTIZED_TRAINING_BF16 = Numerics("quantized_training_bf16", jnp.dtype(jnp.bfloat16), True, True)
 
 _BY_NAME = {n.name: n for n in (RELEASED, NOQUANT, FLOAT32)}
 

@@ -89,7 +89,7 @@ class PackedSamples:
     def window(self, state: Any, run: Run, layer: int, attention: Attention, y: Array) -> tuple[Any, Array]:
         """See `blocks.KeyStore`."""
         rows = attention.window_rows(y, *self.angles(run.ratio > 0))
-        return state, quant.fake_q8(rows) if self.numerics.quantize_activations else rows
+        return state, quant.fake_q8(rows) if self.numerics.quantizes("window_kv") else rows
 
     def add_entries(self, state: dict, compressor: Compressor, params: Params, y: Array, slot: int) -> dict:
         ratio = compressor.ratio
@@ -108,8 +108,10 @@ class PackedSamples:
             latent = compressor.apply(variables, groups(values), groups(gates), method="pool")
         cos, sin = angles(entries.number * ratio, layer_frequencies(self.config, True))
         main_kv, index_key = compressor.apply(variables, latent, cos, sin, method="entries")
-        if self.numerics.quantize_activations:
-            main_kv, index_key = quant.fake_q4_main(main_kv), quant.fake_q4_index(index_key)
+        if self.numerics.quantizes("main_kv"):
+            main_kv = quant.fake_q4_main(main_kv)
+        if self.numerics.quantizes("index"):
+            index_key = quant.fake_q4_index(index_key)
         return {**state, (ratio, slot): (main_kv, index_key)}
 
     def select(

@@ -52,7 +52,7 @@ class DraftRounds:
 
         def window(m: Array) -> Array:
             rows = dspark.window_rows(config, numerics, params, m, inputs, self.positions)
-            return self.take(quant.fake_q8(rows) if numerics.quantize_activations else rows, back)
+            return self.take(quant.fake_q8(rows) if numerics.quantizes("window_kv") else rows, back)
 
         windows = jnp.stack([window(m) for m in range(config.n_draft)])
         first = self.previous[:, 0]
