@@ -16,6 +16,7 @@ from dsv41_jax.expert_parallel import expert_share, routed_sum
 from dsv41_jax.linear import kernel_linear, stored_leaf, weight_matrix
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 from dsv41_jax.parallel import SINGLE, Parallel
+from dsv41_jax.router_notes import RouterNotes, TokenFacts, modality_loads, sequence_balance
 from dsv41_jax.tiles import TEMPORARY_BYTES
 from pallas_kernels import moe as moe_kernels
 
@@ -109,8 +110,12 @@ class MoE(nn.Module):
         self.shared_inter = parallel.padded(self.inter, self.numerics.kernels)
         self.shared_experts = ExpertWeights(None, self.shared_inter, parallel)
 
-    def __call__(self, x: Array, image_mask: Array | None = None) -> tuple[Array, Array]:
-        """x [..., D], image_mask bool [...] or None -> y [..., D] and the chosen experts int32 [..., k]."""
+    def __call__(
+        self, x: Array, image_mask: Array | None = None, facts: TokenFacts | None = None
+    ) -> tuple[Array, Array | RouterNotes]:
+        """x [..., D], image_mask bool [...] or None -> y [..., D] and the chosen experts int32 [..., k]; with the facts
+        of tokens x [B, T, D] (training), `RouterNotes` in place of the experts.
+        """
         lead, d = x.shape[:-1], x.shape[-1]
         rows = x.reshape(-1, d)
         logits, bias = self.gate(rows, None if image_mask is None else image_mask.reshape(-1))
@@ -121,7 +126,18 @@ class MoE(nn.Module):
         compute = self._by_kernels if kernels else self._by_reference
         total = routed_sum(self.numerics.parallel, self.n_experts, rows, experts, weights, compute)
         total = total + self._shared(rows).astype(jnp.float32)
-        return self.numerics.round(total).reshape(*lead, d), experts.reshape(*lead, self.topk)
+        y, experts = self.numerics.round(total).reshape(*lead, d), experts.reshape(*lead, self.topk)
+        return y, experts if facts is None else self._notes(logits, experts, image_mask, facts)
+
+    def _notes(self, logits: Array, experts: Array, image_mask: Array | None, facts: TokenFacts) -> RouterNotes:
+        """logits float32 [B * T, E], experts int32 [B, T, k]."""
+        scores = _SCORES[self.scoring](logits).reshape(*experts.shape[:-1], self.n_experts)
+        return RouterNotes(
+            experts=experts,
+            loads=modality_loads(experts, image_mask, facts.weights, self.n_experts),
+            balance=sequence_balance(scores, experts, facts.samples, facts.weights),
+            dropped=jnp.zeros((), jnp.int32),
+        )
 
     def _shared(self, rows: Array) -> Array:
         """The shared expert: rows [n, D] -> [n, D]."""
