@@ -54,7 +54,7 @@ def sequence_balance(scores: Array, experts: Array, samples: Array, weights: Arr
         scores: float32 [B, T, E], positive, without the selection bias. experts: int32 [B, T, k].
         samples, weights: see `TokenFacts`.
     """
-    (b, t, n_experts), k = scores.shape, experts.shape[-1]
+    (t, n_experts), k = scores.shape[1:], experts.shape[-1]
     shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20) * weights[..., None]
 
     def one_row(shares: Array, experts: Array, samples: Array, weights: Array) -> Array:
