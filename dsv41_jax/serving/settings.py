@@ -1,22 +1,14 @@
 """What a server is told: the fields of `configs/serve_*.py` and the flags of `launch/serve.py`."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Any
 
-from dsv41_jax.arguments import is_real, is_whole
+from dsv41_jax.settings import Settings, setting
 
 _MEGABYTE = 1 << 20
 
 
-def setting(default: Any, text: str, **more: Any) -> Any:
-    """A field of `ServeSettings`: its default and the help line of its flag."""
-    return dataclasses.field(default=default, metadata={"help": text, **more})
-
-
 @dataclasses.dataclass(frozen=True)
-class ServeSettings:
+class ServeSettings(Settings):
     """Checked settings of a server; the metadata of each field has its help line.
 
     Raises:
@@ -57,32 +49,6 @@ class ServeSettings:
     log_prompts: bool = setting(False, "write prompts and answers to the log")
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            self._check(field, getattr(self, field.name))
+        super().__post_init__()
         if not self.model:
             raise ValueError("model='': a name or a folder is needed")
-
-    def _check(self, field: dataclasses.Field, value: Any) -> None:
-        optional = "None" in str(field.type) and value is None
-        kind = str(field.type).split(" |")[0].removeprefix("<class '").removesuffix("'>")
-        if optional:
-            return
-        if kind == "tuple[str, ...]":
-            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
-                raise TypeError(f"{field.name}={value!r}: a list of strings is needed")
-            object.__setattr__(self, field.name, tuple(value))
-            return
-        fits = {"int": is_whole, "float": is_real}.get(kind, lambda v: type(v).__name__ == kind)
-        if not fits(value):
-            raise TypeError(f"{field.name}={value!r}: {kind} is needed")
-        least, most = field.metadata.get("least", 1), field.metadata.get("most", math.inf)
-        if kind in ("int", "float") and not least <= value <= most:
-            raise ValueError(f"{field.name}={value!r}: a number from {least} to {most} is needed")
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "ServeSettings":
-        """From a config's mapping; ValueError for a name that is no setting."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"unknown settings {unknown}; known are {sorted(known)}")
-        return cls(**values)
