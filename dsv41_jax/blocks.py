@@ -18,6 +18,7 @@ from dsv41_jax.layer_plan import Run
 from dsv41_jax.moe import MoE
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics
+from dsv41_jax.router_notes import RouterNotes, TokenFacts
 
 Params = dict[str, Any]
 
@@ -108,21 +109,23 @@ def block(
     attention: Callable[[Array], Array],
     image_mask: Array | None,
     draft: bool = False,
-) -> tuple[Array, Array, Array]:
+    facts: TokenFacts | None = None,
+) -> tuple[Array, Array, Array | RouterNotes]:
     """Attention and FFN sublayers around the residual streams.
 
     Args:
         params: one layer of `layers` or `mtp.layers`.
         x: streams [B, t, C, D]. pre: collapse weights handed over by the sublayer before, float32 [B, t, C].
         attention: normed input [B, t, D] -> output [B, t, D].
+        facts: of the tokens, in training.
 
     Returns:
-        streams, this block's FFN `pre` (for the next block), chosen experts [B, t, k].
+        streams, this block's FFN `pre` (for the next block), chosen experts [B, t, k] (`RouterNotes` with facts).
     """
     connect = functools.partial(_connect, config, numerics, params)
     x, y, pre_attn, post, comb = connect("attn", x, None, pre)
     x, y, pre_ffn, post_ffn, comb_ffn = connect("ffn", x, (attention(y), post, comb), pre_attn)
-    u, experts = moe_module(config, numerics, draft).apply({"params": params["ffn"]}, y, image_mask)
+    u, experts = moe_module(config, numerics, draft).apply({"params": params["ffn"]}, y, image_mask, facts)
     return hc.expand(u, x, post_ffn, comb_ffn, numerics), pre_ffn, experts
 
 
@@ -156,11 +159,19 @@ def _connect(
 
 
 class Sharing:
-    """What a group of layers shares: the newest selection, and the candidate pool."""
+    """What a group of layers shares: the newest selection, and the candidate pool.
 
-    def __init__(self, selection: Array | None = None, pool: Array | None = None):
+    Attributes:
+        index_loss: in training, `PackedSamples.index_loss`; an index source leaves what it returns in `index_note`.
+    """
+
+    def __init__(
+        self, selection: Array | None = None, pool: Array | None = None, index_loss: Callable[..., Any] | None = None
+    ):
         self.selection = selection
         self.pool = pool
+        self.index_loss = index_loss
+        self.index_note: Any = None
 
 
 def csa2_attention(
@@ -196,9 +207,14 @@ def csa2_attention(
         state = keys.add_entries(state, compressor, source, y, kv_slot)
     if run.mode in (Mode.FULL, Mode.REINDEX):
         source = pick(params["indexers"], index_slot, numerics.kernels)
-        queries, weights = indexer_module(config, numerics).apply({"params": source}, qr, y, cos, sin)
-        queries, weights = jax.lax.stop_gradient((queries, weights))
-        shared.selection, shared.pool = keys.select(state, run, kv_slot, queries, weights, shared.pool)
+        # The indexer learns from its own loss only, and that loss teaches nothing else.
+        inputs = jax.lax.stop_gradient((qr, y))
+        queries, weights = indexer_module(config, numerics).apply({"params": source}, *inputs, cos, sin)
+        constant = jax.lax.stop_gradient((queries, weights))
+        shared.selection, shared.pool = keys.select(state, run, kv_slot, *constant, shared.pool)
+        if shared.index_loss is not None:
+            main = (attention, q, window, shared.selection)
+            shared.index_note = shared.index_loss(state, run, kv_slot, *main, queries, weights)
 
     selection = None if run.mode is Mode.WINDOW else shared.selection
     o = keys.attend(state, run, kv_slot, attention, q, window, selection)

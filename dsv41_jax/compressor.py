@@ -72,6 +72,12 @@ class Compressor(nn.Module):
         Returns main KV [..., head_dim] and index key [..., index_head_dim], rotated; whoever stores them quantises
         (`quant.q4_main`, `quant.q4_index`).
         """
-        main_kv = rotate_tail(latent, cos, sin, self.numerics)
-        index_key = rotate_tail(self.k_norm(self.index_projection(latent)), cos, sin, self.numerics)
-        return main_kv, index_key
+        return self.main_kv(latent, cos, sin), self.index_key(latent, cos, sin)
+
+    def main_kv(self, latent: Array, cos: Array, sin: Array) -> Array:
+        """The first of `entries`."""
+        return rotate_tail(latent, cos, sin, self.numerics)
+
+    def index_key(self, latent: Array, cos: Array, sin: Array) -> Array:
+        """The second of `entries`."""
+        return rotate_tail(self.k_norm(self.index_projection(latent)), cos, sin, self.numerics)

@@ -40,21 +40,11 @@ def _with_layer(name: str, part: Any, index: Array | int) -> Any:
     return pick(part, index, kernels=True)
 
 
-def unstack(tree: Any) -> tuple:
-    """A stacked subtree as a tuple of subtrees. The gradient of a split is one concatenation, whatever the number of
-    layers.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    n = leaves[0].shape[0]
-    parts = [[p[0] for p in jax.lax.split(leaf, (1,) * n)] for leaf in leaves]
-    return tuple(jax.tree.unflatten(structure, [p[i] for p in parts]) for i in range(n))
-
-
 class LayerLoop:
     """Runs segments of the layer plan.
 
     Attributes:
-        rolled: use scans for repeated layers. Training unrolls (parameters unstacked), tests that look inside do too.
+        rolled: use scans for repeated layers; tests that look inside unroll. Training has its own loop, `sample_loop`.
         taps: stream means at the tapped layers, filled while running, by layer.
         record: per-layer values when `rolled` is off and recording is on: block_out, pre_mix, post_engram, experts,
             selection, pool.

@@ -14,14 +14,19 @@ from dsv41_jax.cache import CacheArrays
 from dsv41_jax.cached_block import CachedBlock
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import gather_rows
+from dsv41_jax.forward_options import DEFAULT_OPTIONS, ForwardOptions
 from dsv41_jax.kernel_block import key_store
-from dsv41_jax.layer_loop import LayerLoop, pick, unstack
+from dsv41_jax.layer_loop import LayerLoop, pick
 from dsv41_jax.layer_plan import layer_plan, sources_of_ratio
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.packed import PackedSamples
+from dsv41_jax.router_notes import TokenFacts
+from dsv41_jax.sample_loop import SampleLoop
 from dsv41_jax.tiles import TEMPORARY_BYTES
 from dsv41_jax.vocabulary import embed_ids, logits_of
+
+Loop = LayerLoop | SampleLoop
 
 
 def embed(
@@ -51,7 +56,7 @@ def engram_rows(params: Params, numerics: Numerics, memory: dict[str, Array]) ->
     return {name: rows(name, value) for name, value in memory.items()}
 
 
-def encode(config: ModelConfig, loop: LayerLoop, embedded: Array, state, pool: Array | None):
+def encode(config: ModelConfig, loop: Loop, embedded: Array, state, pool: Array | None):
     """Encoder layers: embedded [B, t, D] -> streams [B, t, C, D], collapse weights, key store state and pool."""
     streams = (*embedded.shape[:2], config.hc_mult, config.hidden_size)
     x = jnp.broadcast_to(embedded[:, :, None], streams)
@@ -60,7 +65,7 @@ def encode(config: ModelConfig, loop: LayerLoop, embedded: Array, state, pool: A
     return loop(encoder, x, pre, state, pool)
 
 
-def backbone(config: ModelConfig, numerics: Numerics, loop: LayerLoop, embedded: Array, state, pool: Array | None):
+def backbone(config: ModelConfig, numerics: Numerics, loop: Loop, embedded: Array, state, pool: Array | None):
     """All layers: embedded [B, t, D] -> last hidden state [B, t, D] (not normed) and the key store's state."""
     decoder = tuple(s for s in layer_plan(config) if s.first >= config.decoder_start)
     x, pre, state, pool = loop(decoder, *encode(config, loop, embedded, state, pool))
@@ -153,25 +158,35 @@ def forward(
     token_ids: Array,
     memory: dict[str, Array],
     segment_ids: Array | None = None,
+    *,
+    image_mask: Array | None = None,
+    image_embeds: Array | None = None,
+    replay: Array | None = None,
+    facts: TokenFacts | None = None,
+    options: ForwardOptions = DEFAULT_OPTIONS,
 ) -> tuple[Array, dict]:
-    """Whole samples without a cache.
+    """Whole samples without a cache. Positions, windows, groups of tokens and selection restart at every sample.
 
     Args:
         token_ids: int32 [B, T]. memory: see `extend`.
         segment_ids: int32 [B, T]; each stretch of equal ids is a sample of its own. None: every row is one sample.
+        image_mask: bool [B, T], image positions, with image_embeds [B, T, D]; None for text.
+        replay: int32 [B, T], floors of the decoder's windows as places in the row: keys before it do not exist for
+            that token, as after a prefill that ran the decoder on the prompt's last tokens only (`ced`).
+        facts: of the tokens, for the balance of experts; the index loss leaves out tokens of weight 0.
 
     Returns:
-        last hidden state [B, T, D] (apply `head`), and a dict with `taps` {layer: [B, T, D]}, `experts` {layer: int32
-        [B, T, k]} and `attn_in` {layer: [B, T, D]}, the normed input of the attention.
+        last hidden state [B, T, D] (apply `head`), and a dict with
+            taps {layer: [B, T, D]}, experts {layer: int32 [B, T, k]};
+            index, if the options name an index loss: sum of the KL and number of queries, float32 [index sources] each;
+            router, with facts: `RouterNotes`, a leading axis of layers on every array;
+            attn_in {layer: [B, T, D]}, the normed input of the attention, if the options ask for it.
     """
     numerics = numerics.computed_by("reference")  # kernels read caches, and none has a gradient
-    b, t = token_ids.shape
-    unstacked = {**params, "layers": unstack(params["layers"])}
-    keys = PackedSamples(config, numerics, segment_ids, b, t)
-    record: dict[int, dict[str, Array]] = {}
+    counted = None if facts is None else facts.weights
+    keys = PackedSamples(config, numerics, options, segment_ids, token_ids.shape, replay, counted)
     rows = engram_rows(params, numerics, memory)
-    loop = LayerLoop(config, numerics, unstacked, keys, rows, None, rolled=False, record=record)
-    embedded = embed(config, numerics, params, token_ids, None, None)
+    loop = SampleLoop(config, numerics, options, params, keys, rows, image_mask, facts)
+    embedded = embed(config, numerics, params, token_ids, image_mask, image_embeds)
     hidden, _ = backbone(config, numerics, loop, embedded, {}, None)
-    notes = {name: {layer: note[name] for layer, note in record.items()} for name in ("experts", "attn_in")}
-    return hidden, {"taps": loop.taps, **notes}
+    return hidden, loop.notes()

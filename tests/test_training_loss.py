@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41_jax.index_loss import entry_attention, index_kl
 from dsv41_jax.training.draft_rounds import DraftRounds
-from dsv41_jax.training.index_loss import attention_kl
 from dsv41_jax.training.loss import draft_loss, token_nats, weighted_mean
 from tiny_training import tiny_training_config, tiny_windows
 
@@ -74,14 +74,26 @@ def test_rounds_end_with_their_sample():
     np.testing.assert_array_equal(rounds.start, [2, 1])
 
 
-def test_attention_kl():
-    # Two entries, one head with attention 3/4 and 1/4, even index scores; the second query sees nothing.
-    logits = jnp.asarray(LOG([[[[3.0, 1.0]], [[1.0, 1.0]]]]), jnp.float32)
-    scores = jnp.zeros((1, 2, 2))
-    visible = jnp.asarray([[[True, True], [False, False]]])
+def test_index_kl():
+    # Even index scores against an attention of 3/4 and 1/4; the second query sees nothing.
+    p = jnp.asarray([[[0.75, 0.25], [0.0, 0.0]]])
+    mask = jnp.asarray([[[True, True], [False, False]]])
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    gradient = jax.jit(jax.value_and_grad(attention_kl, has_aux=True))
-    (value, seen), slope = gradient(logits, scores, visible)
+    total = lambda p, scores: jnp.sum(index_kl(p, scores, mask))  # noqa: E731
+    value, slopes = jax.jit(jax.value_and_grad(total, (0, 1)))(p, jnp.zeros((1, 2, 2)))
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    assert seen == 1
-    assert np.all(slope == 0)  # the main attention is only followed
+    assert np.all(slopes[0] == 0)  # the main attention is only followed
+    np.testing.assert_allclose(slopes[1], [[[-0.25, 0.25], [0.0, 0.0]]], atol=1e-6)
+
+
+def test_heads_count_as_much_as_they_look_at_entries():
+    # Two heads over a window key and two entries. Head 0 gives them 1/2, 3/8, 1/8 (its sink takes nothing); head 1
+    # gives 1/8 each, its sink the rest: p = (3/8 + 1/8, 1/8 + 1/8) / (3/4).
+    window, entries = jnp.asarray([[[1.0, 0.0, 0.0]]]), jnp.asarray([[[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
+    q = jnp.asarray(LOG([[[[0.5, 0.375, 0.125], [1.0, 1.0, 1.0]]]]) * math.sqrt(3), jnp.float32)
+    ones = jnp.ones((1, 1, 2), bool)
+    sink = jnp.asarray([-1e9, math.log(5.0)])
+    p = jax.jit(entry_attention)(q, window, ones[..., :1], entries, ones, sink)
+    np.testing.assert_allclose(p, [[[2 / 3, 1 / 3]]], rtol=1e-5)
+    gathered = jax.jit(entry_attention)(q, window, ones[..., :1], entries[:, None], ones, sink)
+    np.testing.assert_allclose(gathered, p, rtol=1e-6)

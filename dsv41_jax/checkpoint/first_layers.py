@@ -18,6 +18,7 @@ from dsv41_jax.checkpoint.released_folder import ReleasedFolder
 from dsv41_jax.checkpoint.safetensors_file import TensorEntry, read_rows
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import EngramHasher
+from dsv41_jax.forward_options import ForwardOptions
 from dsv41_jax.numerics import Numerics
 
 TOKENS = 8
@@ -120,7 +121,7 @@ def run_first_layers(
         rows, _ = EngramHasher(config, token_map)(ids)
         for i, layer in enumerate(config.engram_layer_ids):
             memory[f"l{layer}"] = jnp.asarray(part.engram_table(layer, "mmap", numerics.dtype).rows(rows[i]))
-    forward = jax.jit(functools.partial(model.forward, config, numerics))
+    forward = jax.jit(functools.partial(model.forward, config, numerics, options=ForwardOptions(attention_inputs=True)))
     hidden, notes = forward(params, jnp.asarray(place.reshape(ids.shape), jnp.int32), memory)
     reports = [
         LayerReport(

@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as Spec
 
 from dsv41_jax import model, sharded_step, sharding
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.forward_options import ForwardOptions
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.parallel import ROW_AXES
 from dsv41_jax.training.draft_rounds import DraftRounds
-from dsv41_jax.training.index_loss import index_loss
 from dsv41_jax.training.loss import draft_loss, token_nats
 
 BIAS_SPEED = 0.001  # of the report, for a long run; a short one must balance sooner
-INDEX_ROWS = 2  # rows of a batch that train the indexers, which are few parameters
+OPTIONS = ForwardOptions(index_loss="dense")
 
 
 @flax.struct.dataclass
@@ -77,22 +77,20 @@ def backbone_loss(
     numerics: Numerics,
     params: dict,
     batch: dict,
-    first_row: Array | int = 0,
     total: Callable[[Array], Array] = lambda x: x,
 ) -> tuple[Array, dict]:
     """Next-token loss plus the indexer's, and notes {nats, index, loads}.
 
-    Of a batch whose rows are split over devices: `first_row` is the number of this device's first one, `total` adds up
-    what the devices have.
+    Of a batch whose rows are split over devices, `total` adds up what the devices have.
     """
-    hidden, notes = model.forward(config, numerics, params, batch["token_ids"], batch["memory"], batch["segment_ids"])
+    hidden, notes = model.forward(
+        config, numerics, params, batch["token_ids"], batch["memory"], batch["segment_ids"], options=OPTIONS
+    )
     nats = token_nats(model.head(config, numerics, params, hidden), batch["targets"])
     weights = batch["weights"]
     language = total(jnp.sum(nats * weights)) / jnp.maximum(total(jnp.sum(weights)), 1e-9)
-    inputs = {layer: y[:INDEX_ROWS] for layer, y in notes["attn_in"].items()}
-    segments = batch["segment_ids"][:INDEX_ROWS]
-    counted = first_row + jnp.arange(len(segments)) < INDEX_ROWS
-    index = index_loss(config, numerics, params, inputs, segments, counted, total)
+    kl, queries = map(total, notes["index"])
+    index = jnp.sum(kl / jnp.maximum(queries, 1))
     loads = total(expert_loads(notes["experts"], config.n_routed_experts))
     return language + index, {"nats": language, "index": index, "loads": loads}
 
@@ -107,8 +105,7 @@ def spread_loss(mesh: Mesh, config: ModelConfig, numerics: Numerics, params: dic
     numerics = numerics.spread(sharded_step.parallel_of(mesh, dispatch="gather"))
 
     def local(params: dict, batch: dict) -> tuple[Array, dict]:
-        first_row = jax.lax.axis_index(ROW_AXES) * len(batch["token_ids"])
-        return backbone_loss(config, numerics, params, batch, first_row, lambda x: jax.lax.psum(x, ROW_AXES))
+        return backbone_loss(config, numerics, params, batch, lambda x: jax.lax.psum(x, ROW_AXES))
 
     specs = (sharding.param_specs(params, layout), sharded_step.ROWS)
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=Spec(), check_vma=False)(params, batch)
