@@ -40,6 +40,19 @@ settings.register_profile("tests", deadline=None, derandomize=True, print_blob=T
 settings.load_profile("tests")
 
 
+# Files that take long, longest first: at the run's end no worker should wait for another's last file. xdist hands out
+# files in the order of collection with --no-loadscope-reorder.
+_LONG_FILES = (
+    "test_mesh_model test_model_released test_train test_serve test_demo_model test_kernel_model test_model_float32 "
+    "test_serving_model test_distributed_model test_mesh_parts test_distributed test_speculation_model test_grads"
+).split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(_LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def _is_loopback(host: object) -> bool:
     if isinstance(host, bytes):
         host = host.decode()

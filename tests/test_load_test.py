@@ -87,9 +87,10 @@ def test_times_are_those_of_the_server():
     with scripted(first=0.1, each=0.03) as server:
         outcome = send(server)
     assert (outcome.prompt_tokens, outcome.completion_tokens, len(outcome.texts)) == (5, 6, 6)
-    assert 0.1 <= outcome.first < 1 and 0.03 <= outcome.per_token < 0.3  # sleeps are never shorter
+    # Sleeps are never shorter, but a text can be read late, and then the next ones come sooner after it.
+    assert 0.1 <= outcome.first < 1 and 0.015 <= outcome.per_token < 0.3
     assert len(outcome.gaps) == 5 and min(outcome.gaps) > 0.015
-    assert outcome.end >= outcome.texts[-1] + 0.03
+    assert outcome.end >= outcome.texts[-1] + 0.015
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ import pytest
 from fake_devices import run_case
 
 
-@pytest.mark.parametrize(("mode", "meshes"), [("exact", ["2x1x1", "2x2x2"]), ("ced", ["8x1x1", "1x2x2"])])
+@pytest.mark.parametrize(
+    ("mode", "meshes"),
+    [
+        ("exact", ["2x1x1", "2x2x2"]),
+        ("ced", ["1x2x2"]),
+        pytest.param("ced", ["8x1x1"], marks=pytest.mark.slow),
+    ],
+)
 def test_float32(mode, meshes):
     """`context` splits blocks, rows do not divide, expert shares are one or several."""
     run_case("mesh_cases", "same_logits", "float32", mode, *meshes)

@@ -13,7 +13,7 @@ from dsv41_jax.checkpoint.names import flatten
 from dsv41_jax.checkpoint.released import abstract_params
 from dsv41_jax.numerics import FLOAT32
 from dsv41_jax.training.init import init_params
-from dsv41_jax.training.optimizer import labels, learning_rate, make_optimizer
+from dsv41_jax.training.demo_optimizer import labels, learning_rate, make_optimizer
 from dsv41_jax.training.step import balanced_bias, expert_loads
 from tiny_training import tiny_training_config
 

@@ -18,7 +18,7 @@ from dsv41_jax.numerics import FLOAT32, QUANTIZED_TRAINING
 from dsv41_jax.training.checkpoint import Checkpoints
 from dsv41_jax.training.draft_rounds import DraftRounds
 from dsv41_jax.training.loop import Log, run_stage
-from dsv41_jax.training.optimizer import learning_rate, make_optimizer
+from dsv41_jax.training.demo_optimizer import learning_rate, make_optimizer
 from dsv41_jax.training.step import backbone_step, drafter_step, new_state
 from tiny_training import tiny_params, tiny_training_config, tiny_windows
 
