@@ -11,7 +11,7 @@ import codecs
 import functools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tokenizers
 
@@ -111,6 +111,12 @@ class Tokenizer:
         if self.bos_token_id is None:
             raise ValueError("add_bos: neither config.json nor tokenizer_config.json names a BOS token")
         return [self.bos_token_id, *ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of several texts, on all cores."""
+        for text in texts:
+            check_text("text", text, empty=True)
+        return [encoding.ids for encoding in self._plain.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int], keep_control: bool = False) -> str:
         """Text of ids. Control tokens are removed by id unless `keep_control`; ids without a token give nothing."""
