@@ -19,10 +19,10 @@ from dsv41_jax.config import load_config
 from dsv41_jax.token_map import load_token_map
 from dsv41_jax.training.checkpoint import Checkpoints
 from dsv41_jax.training.data import Windows
+from dsv41_jax.training.demo_optimizer import learning_rate, make_optimizer
 from dsv41_jax.training.evaluate import bits_per_byte, held_out_nats
 from dsv41_jax.training.init import init_params
 from dsv41_jax.training.loop import Log, run_stage
-from dsv41_jax.training.optimizer import learning_rate, make_optimizer
 from dsv41_jax.training.step import backbone_step, drafter_step, new_state
 
 CONFIG = Path(__file__).parents[1] / "configs/demo.py"

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from dsv41_jax import sharded_step, sharding
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import FLOAT32, QUANTIZED_TRAINING
-from dsv41_jax.training.optimizer import learning_rate, make_optimizer
+from dsv41_jax.training.demo_optimizer import learning_rate, make_optimizer
 from dsv41_jax.training.step import backbone_step, new_state, state_shardings
 from dsv41_jax.vision import SPAN_PARAMS
 
