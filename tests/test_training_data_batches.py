@@ -21,7 +21,7 @@ from dsv41_jax.engram_hash import EngramHasher
 from dsv41_jax.image_input import expand_placeholders
 from dsv41_jax.image_plan import preprocess_image
 from dsv41_jax.numerics import FLOAT32
-from dsv41_jax.training.batches import BatchMaker
+from dsv41_jax.training.batches import BatchMaker, batch_shapes
 from dsv41_jax.training.data_settings import DataSettings
 from dsv41_jax.training.image_embeds import image_embeds
 from dsv41_jax.training.mixture import Drawn
@@ -191,6 +191,24 @@ def test_embeddings_equal_those_of_prefill_and_have_gradients(pictured, picture_
     assert (up - down) / (2 * step) == pytest.approx(norm, rel=0.01)  # float32 differences
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         assert np.abs(gradient).max() > 0, path
+
+
+def test_shapes_are_known_before_there_is_data(tmp_path, picture_batch):
+    def forms(tree) -> dict:
+        return jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+
+    settings = DataSettings.of(
+        {
+            "sources": [{"path": "-"}],
+            "length": picture_batch["weights"].shape[1],
+            "images_per_row": 3,
+            "image_patches": 130,
+        }
+    )
+    assert forms(batch_shapes(settings, PICTURED, rows=2)) == forms(picture_batch)
+    made = next(pipeline(write_documents(tmp_path / "a", random_documents(9, 30)), replay_prompts=True))
+    settings = DataSettings.of({"sources": [{"path": "-"}], "batch": 4, "length": 32, "replay_prompts": True})
+    assert forms(batch_shapes(settings, CONFIG)) == forms(made)
 
 
 def test_an_image_for_another_model_is_refused(pictured):

@@ -170,7 +170,7 @@ def test_errors_say_what_is_wrong_and_leave_nothing(folder, capsys, arguments, m
     pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS}), "a.parquet")
     assert tokenize.main(["--out=out", "--tokenizer=model", *arguments]) == 1
     assert message in capsys.readouterr().err
-    assert not Path("out").exists()
+    assert not Path("out").exists() and not Path(".out.partial").exists()
 
 
 def test_an_existing_folder_is_kept(folder, capsys):

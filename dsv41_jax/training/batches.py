@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram_hash import EngramHasher, segment_starts
+from dsv41_jax.engram_layout import engram_layout
 from dsv41_jax.training.data_settings import DataSettings
 from dsv41_jax.training.packing import Piece, Row
 from dsv41_jax.training.replay_floor import drawn_prompt_length, replay_floors
-from dsv41_jax.training.row_images import ImageCaps, empty_images, put_image
+from dsv41_jax.training.row_images import ImageCaps, empty_images, image_shapes, put_image
 
 
 class BatchMaker:
@@ -49,7 +51,7 @@ class BatchMaker:
             "segment_ids": np.zeros(shape, np.int32),
             "weights": np.zeros(shape, np.float32),
         }
-        if settings.replay_prompts or settings.replay_probability:
+        if settings.simulates_replay:
             batch["replay"] = np.zeros(shape, np.int32)
         if self._caps is not None:
             batch["image_mask"] = np.zeros(shape, bool)
@@ -90,6 +92,25 @@ class BatchMaker:
         if prompt is not None and settings.replay_prompts:
             return prompt
         return drawn_prompt_length(len(piece), settings.replay_probability, settings.seed, row, sample)
+
+
+def batch_shapes(settings: DataSettings, config: ModelConfig, rows: int | None = None) -> dict:
+    """Shapes and dtypes of a batch of `rows` rows (default: of all processes), to compile a step ahead of time."""
+    rows = settings.batch if rows is None else rows
+
+    def array(dtype: type, *more: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, settings.length, *more), dtype)
+
+    shapes = {name: array(np.int32) for name in ("token_ids", "targets", "segment_ids")}
+    shapes["weights"] = array(np.float32)
+    if settings.simulates_replay:
+        shapes["replay"] = array(np.int32)
+    if settings.images_per_row:
+        shapes["image_mask"] = array(np.bool_)
+        shapes["images"] = image_shapes(rows, ImageCaps.of(settings, config), config)
+    columns = engram_layout(config).columns if config.engram_layer_ids else 0
+    shapes["memory"] = {f"l{layer}": array(np.int32, columns) for layer in config.engram_layer_ids}
+    return shapes
 
 
 def _prompt_length(piece: Piece) -> int | None:

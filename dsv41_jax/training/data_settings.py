@@ -61,3 +61,8 @@ class DataSettings(Settings):
         super().__post_init__()
         if not self.sources:
             raise ValueError("sources=(): at least one source is needed")
+
+    @property
+    def simulates_replay(self) -> bool:
+        """Whether batches have `replay` floors."""
+        return self.replay_prompts or self.replay_probability > 0

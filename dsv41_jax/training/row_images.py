@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -41,21 +42,30 @@ class ImageCaps:
         return cls(settings.images_per_row, patch_bucket(wanted, vision))
 
 
-def empty_images(rows: int, caps: ImageCaps, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Arrays for a batch of `rows` rows, without any image yet."""
+def image_shapes(rows: int, caps: ImageCaps, config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the images of a batch of `rows` rows."""
     vision = vision_config(config)
-    lead = (rows, caps.images)
+    pixels = (3, vision.patch_size, vision.patch_size)
     half = vision.hidden_size // vision.num_attention_heads // 2
     slots, cells = vision.max_image_tokens, vision.downsample_ratio**2
-    return {
-        "patches": np.zeros((*lead, caps.patches, 3, vision.patch_size, vision.patch_size), ml_dtypes.bfloat16),
-        "start": np.zeros(lead, np.int32),
-        "cos": np.zeros((*lead, caps.patches, half), np.float32),
-        "sin": np.zeros((*lead, caps.patches, half), np.float32),
-        "patch_count": np.zeros(lead, np.int32),
-        "slot_patches": np.full((*lead, slots, cells), caps.patches, np.int32),
-        "slot_types": np.full((*lead, slots), TokenType.TEXT, np.int32),
+    each = {
+        "patches": ((caps.patches, *pixels), ml_dtypes.bfloat16),
+        "start": ((), np.int32),
+        "cos": ((caps.patches, half), np.float32),
+        "sin": ((caps.patches, half), np.float32),
+        "patch_count": ((), np.int32),
+        "slot_patches": ((slots, cells), np.int32),
+        "slot_types": ((slots,), np.int32),
     }
+    lead = (rows, caps.images)
+    return {name: jax.ShapeDtypeStruct((*lead, *shape), dtype) for name, (shape, dtype) in each.items()}
+
+
+def empty_images(rows: int, caps: ImageCaps, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Arrays for a batch of `rows` rows, without any image yet."""
+    values = {"slot_patches": caps.patches, "slot_types": TokenType.TEXT}
+    shapes = image_shapes(rows, caps, config)
+    return {name: np.full(leaf.shape, values.get(name, 0), leaf.dtype) for name, leaf in shapes.items()}
 
 
 def put_image(

@@ -60,11 +60,40 @@ def tokenize_corpus(inputs: Sequence[str], out: str | Path, settings: TokenizeSe
     files = find_files(inputs, settings)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    writers = {name: ShardWriter(partial / name, settings.shard_tokens) for name in ("train", "heldout")}
     try:
-        with tqdm(
-            total=sum(file.stat().st_size for file, _ in files), unit="B", unit_scale=True, disable=not progress
-        ) as bar:
+        parts = _write_parts(partial, files, settings, tokenizer, config, progress)
+        if "train" not in parts:
+            raise ValueError(f"no document for training in {len(files)} files: {parts}")
+        manifest = {
+            "format": 1,
+            "tokenizer_sha256": hashlib.sha256((Path(settings.tokenizer) / "tokenizer.json").read_bytes()).hexdigest(),
+            "vocab_size": len(tokenizer),
+            "settings": dataclasses.asdict(settings),
+            "inputs": [{"file": str(file), "kind": kind, "bytes": file.stat().st_size} for file, kind in files],
+            "parts": parts,
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def _write_parts(
+    folder: Path,
+    files: list[tuple[Path, str]],
+    settings: TokenizeSettings,
+    tokenizer: Tokenizer,
+    config: ModelConfig | None,
+    progress: bool,
+) -> dict[str, dict]:
+    """Write the shards of both parts; returns the facts of those that have a document."""
+    writers = {name: ShardWriter(folder / name, settings.shard_tokens) for name in ("train", "heldout")}
+    size = sum(file.stat().st_size for file, _ in files)
+    try:
+        with tqdm(total=size, unit="B", unit_scale=True, disable=not progress) as bar:
             for document, raw in _documents(files, settings, tokenizer, config):
                 text = "\0".join(raw.texts).encode()
                 part = "heldout" if _held_out(text, settings.held_out) else "train"
@@ -74,22 +103,7 @@ def tokenize_corpus(inputs: Sequence[str], out: str | Path, settings: TokenizeSe
     finally:
         for writer in writers.values():
             writer.close()
-    parts = {name: writer.facts() for name, writer in writers.items() if writer.documents}
-    if "train" not in parts:
-        raise ValueError(f"no document for training in {len(files)} files: {parts}")
-    manifest = {
-        "format": 1,
-        "tokenizer_sha256": hashlib.sha256((Path(settings.tokenizer) / "tokenizer.json").read_bytes()).hexdigest(),
-        "vocab_size": len(tokenizer),
-        "settings": dataclasses.asdict(settings),
-        "inputs": [{"file": str(file), "kind": kind, "bytes": file.stat().st_size} for file, kind in files],
-        "parts": parts,
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
-    return manifest
+    return {name: writer.facts() for name, writer in writers.items() if writer.documents}
 
 
 def _check_target(out: Path, overwrite: bool) -> None:
