@@ -5,6 +5,7 @@ evaluation. Rows of at most `ForwardOptions.dense_tokens` tokens use masks over 
 tiles of queries, so that temporary arrays stay inside a byte budget.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +19,13 @@ from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.csa2 import Attention
 from dsv41_jax.forward_options import ForwardOptions
-from dsv41_jax.index_loss import entry_attention, index_kl
+from dsv41_jax.index_loss import entry_attention, gathered_scores, index_kl
 from dsv41_jax.indexer import index_scores
 from dsv41_jax.layer_plan import Run, source_ratios
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.rope import angles, layer_frequencies
+from dsv41_jax.tiles import by_query_tiles
+from pallas_kernels.sparse_attention import training
 
 
 def sample_positions(segment_ids: Array) -> Array:
@@ -53,9 +56,15 @@ class _Entries:
         self.last = jnp.maximum(last, 0)
         self.number = jnp.take_along_axis(positions, self.last, axis=1) // ratio
         if block:
+            # The candidate block of each entry [B, n], and of each query's newest visible entry [B, T] (-1: none).
             self.block = jnp.maximum(jnp.cumsum(exists & (self.number % block == 0), axis=1) - 1, 0)
             newest = jnp.take_along_axis(self.block, jnp.maximum(self.stop - 1, 0), axis=1)
             self.newest_block = jnp.where(self.stop > self.first, newest, -1)
+
+    def visible(self, first: Array, stop: Array) -> Array:
+        """bool [B, t, n]: the entries that queries with these bounds [B, t] may see."""
+        number = jnp.arange(self.last.shape[1])
+        return (number >= first[..., None]) & (number < stop[..., None])
 
 
 class PackedSamples:
@@ -78,6 +87,7 @@ class PackedSamples:
         """
         self.config, self.numerics, self.options = config, numerics, options
         self.packed = segment_ids is not None
+        self.long = shape[1] > options.dense_tokens
         if segment_ids is None:
             segment_ids = jnp.zeros(shape, jnp.int32)
         self.counted = jnp.ones(shape, jnp.float32) if counted is None else counted
@@ -105,12 +115,6 @@ class PackedSamples:
         """bool [B, T, T]: the keys of each query's window."""
         places = jnp.arange(self.positions.shape[1])
         return (places >= self.window_first[run.decoder][..., None]) & (places <= places[:, None])
-
-    def visible(self, ratio: int) -> Array:
-        """bool [B, T, N]: the entries that each query may see."""
-        entries = self.entries[ratio]
-        number = jnp.arange(entries.last.shape[1])
-        return (number >= entries.first[..., None]) & (number < entries.stop[..., None])
 
     def add_entries(self, state: dict, compressor: Compressor, params: Params, y: Array, slot: int) -> dict:
         """See `blocks.KeyStore`. Index keys are made from constant latents: only the index loss trains them."""
@@ -143,11 +147,31 @@ class PackedSamples:
         """See `blocks.KeyStore`."""
         entries = self.entries[run.ratio]
         keys = jax.lax.stop_gradient(state[run.ratio, slot][1])
-        scores = index_scores(queries, weights, keys, self.numerics)
-        newest = entries.newest_block if run.pool == "builds" else None
         block = entries.block if self.packed and run.pool else None
-        chosen = select_entries(self.config, run, scores, self.visible(run.ratio), newest, block, pool)
+
+        def tile(
+            _, queries: Array, weights: Array, first: Array, stop: Array, newest: Array | None, pool: Array | None
+        ):
+            scores = index_scores(queries, weights, keys, self.numerics)
+            return select_entries(self.config, run, scores, entries.visible(first, stop), newest, block, pool)
+
+        newest = entries.newest_block if run.pool == "builds" else None
+        inputs = (queries, weights, entries.first, entries.stop, newest, pool)
+        chosen = self._by_tiles(tile, self._scoring_bytes(keys, queries), *inputs)
         return checkpoint_name(chosen, "selection")
+
+    def _scoring_bytes(self, keys: Array, queries: Array) -> float:
+        """Bytes of temporary arrays of a query that scores all keys [B, N, di]."""
+        heads = queries.shape[2]
+        # Dots and weighted dots of each head; scores, their order, masks.
+        return 4.0 * keys.shape[0] * keys.shape[1] * (2 * heads + 6)
+
+    def _by_tiles(self, tile: Callable, query_bytes: float, *inputs: Array | None) -> Any:
+        """`tile(number, *parts)` on all queries of a short row at once, on tiles of them in a long one."""
+        if not self.long:
+            return tile(jnp.int32(0), *inputs)
+        size = training.tile_size(self.positions.shape[1], query_bytes, self.options.temporary_bytes)
+        return by_query_tiles(tile, size, *inputs)
 
     def _selected_mask(self, run: Run, selection: Array) -> Array:
         """bool [B, T, N] of a selection. A gradient through it needs no scatter."""
@@ -168,12 +192,13 @@ class PackedSamples:
         selection: Array | None,
     ) -> Array:
         """See `blocks.KeyStore`."""
-        mask = self.window_mask(run)
-        if selection is None:
-            return checkpoint_name(attention.attend(q, window, mask, None, None), "attention")
-        main_kv = state[run.ratio, slot][0]
-        out = attention.attend(q, window, mask, main_kv, self._selected_mask(run, selection))
-        return checkpoint_name(out, "attention")
+        main_kv = None if selection is None else state[run.ratio, slot][0]
+        if self.long:
+            first, sink, width = self.window_first[run.decoder], attention.attn_sink, self.config.sliding_window
+            options = (width, self.numerics, self.options.temporary_bytes)
+            return training.attend(q, window, first, main_kv, selection, sink, *options)
+        chosen = None if selection is None else self._selected_mask(run, selection)
+        return checkpoint_name(attention.attend(q, window, self.window_mask(run), main_kv, chosen), training.KEPT)
 
     def index_loss(
         self,
@@ -190,11 +215,31 @@ class PackedSamples:
         """Sum of the KL over the counted queries of an index source that see an entry, and their number."""
         main_kv, index_key = state[run.ratio, slot]
         q, window, main_kv, sink = jax.lax.stop_gradient((q, window, main_kv, attention.attn_sink))
-        mask = self.visible(run.ratio)
-        if self.options.index_loss == "selected":
-            mask = self._selected_mask(run, selection)
-        scores = index_scores(queries, weights, index_key, self.numerics)
-        p = entry_attention(q, window, self.window_mask(run), main_kv, mask, sink)
-        kl = index_kl(p, scores, mask)
-        counted = jnp.any(mask, axis=-1) * self.counted
-        return jnp.sum(kl * counted), jnp.sum(counted)
+        entries, width, numerics = self.entries[run.ratio], self.config.sliding_window, self.numerics
+        selected = selection if self.options.index_loss == "selected" else None
+        gathered = self.long and selected is not None
+        size, t = self.positions.shape[1], self.positions.shape[1]
+        if self.long:
+            n = selected.shape[-1] if gathered else main_kv.shape[1]
+            query_bytes = training.attention_bytes(q, width, n) + self._scoring_bytes(index_key[:, :n], queries)
+            size = training.tile_size(t, query_bytes, self.options.temporary_bytes)
+        padded = training.pad_window(window, size, width)
+
+        def tile(number, q, near, first, stop, selected, queries, weights) -> tuple[Array, Array]:
+            near = training.tile_window(padded, number, near, size, width)
+            if gathered:
+                mask, keys = selected >= 0, training.gather(index_key, selected)
+                scores = gathered_scores(queries, weights, keys, numerics)
+                p = entry_attention(q, *near, training.gather(main_kv, selected), mask, sink)
+            else:
+                mask = entries.visible(first, stop) if selected is None else self._selected_mask(run, selected)
+                scores = index_scores(queries, weights, index_key, numerics)
+                p = entry_attention(q, *near, main_kv, mask, sink)
+            return index_kl(p, scores, mask), jnp.any(mask, axis=-1)
+
+        inputs = (q, self.window_first[run.decoder], entries.first, entries.stop, selected, queries, weights)
+        if self.long:  # tiles are computed again in the backward pass
+            kl, seen = by_query_tiles(jax.checkpoint(tile), size, *inputs)
+        else:
+            kl, seen = tile(jnp.int32(0), *inputs)
+        return jnp.sum(kl * seen * self.counted), jnp.sum(seen * self.counted)
