@@ -20,6 +20,8 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.image_plan import preprocess_image
 from dsv41_jax.tokenizer import Tokenizer
 from dsv41_jax.training import corpus_inputs
+from dsv41_jax.training.data_settings import DataSettings
+from dsv41_jax.training.pipeline import open_pipeline
 from dsv41_jax.training.records import Document
 from dsv41_jax.training.sources import open_source
 from launch import tokenize
@@ -129,6 +131,17 @@ def test_images_become_spans_at_their_markers(folder):
     assert [(i.start, i.grid, i.encoded) for i in marked.images] == [(1, grid, image), (2 + len(span), grid, image)]
     assert before.token_ids.tolist() == [*span, *encode("the")]
     assert (without.token_ids.tolist(), without.images) == (encode("an <image>"), ())
+
+    token_map = np.arange(config.vocab_size) % config.engram_compressed_vocab_size
+    for most, counts in ((2, [2, 1, 0]), (1, [1, 0])):  # where a row takes one image, the first document is left out
+        values = {"sources": [{"path": "out/train"}], "batch": 3, "length": 64, "shuffle": False, "epochs": 1}
+        made = open_pipeline(DataSettings.of({**values, "images_per_row": most, "open_rows": 3}), config, token_map)
+        batch = next(made)
+        assert sum((batch["images"]["patch_count"] > 0).sum(axis=1).tolist()) == sum(counts)
+        np.testing.assert_array_equal(batch["image_mask"], batch["token_ids"] == config.image_token_id)
+        assert made.statistics()["skipped_images"] == 3 - len(counts)
+        made.close()
+
     write_jsonl("a.jsonl", [{"text": "<image><image>", "image": "a.png"}])
     assert run("a.jsonl", "--image_field=image", "--overwrite") == 1
     assert len(documents()) == 3  # what was there stays until the new data are complete
