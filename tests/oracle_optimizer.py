@@ -18,10 +18,12 @@ def oracle_rate(step: int, peak: float, final: float, warmup: int, start: float,
 
 
 def newton_schulz(matrix: np.ndarray) -> np.ndarray:
+    if matrix.shape[0] > matrix.shape[1]:
+        return newton_schulz(matrix.T).T
     x = matrix / np.linalg.norm(matrix)
     for a, b, c in [(3.4445, -4.7750, 2.0315)] * 8 + [(2, -1.5, 0.5)] * 2:
         square = x @ x.T
-        x = a * x + b * square @ x + c * square @ square @ x
+        x = a * x + (b * square + c * square @ square) @ x
     return x
 
 

@@ -35,12 +35,11 @@ SHORT = OptimizerSettings(
 def test_ten_steps_of_every_rule_are_those_of_numpy():
     """Warm-up and decay of the rate, and the vision encoder's start at step 4, are within the ten steps.
 
-    Largest difference to numpy in float64, as part of what the leaf moved: Newton-Schulz multiplies rounding of the
-    smallest singular values by up to 3.4^8, which leaves 1e-4 to 1e-3 in nearly square matrices; the rest is exact to
-    1e-5. A head that is not split, a wrong decay or another rate shows as 1e-1.
+    Largest difference to numpy in float64, as part of what the leaf moved: 3e-5, where Newton-Schulz has enlarged the
+    rounding of small singular values; 2e-4 are allowed. Heads that are not split show as 0.26.
     """
     random = np.random.default_rng(0)
-    shapes = {p: x.shape for p, x in flatten(abstract_params(TINY, FLOAT32)) if not _is_table(p)}
+    shapes = {p: _short(p, x.shape) for p, x in flatten(abstract_params(TINY, FLOAT32)) if not _is_table(p)}
     start = {p: random.standard_normal(s, np.float32) for p, s in shapes.items()}
     steps = [{p: random.standard_normal(s, np.float32) * 1e-3 for p, s in shapes.items()} for _ in range(10)]
 
@@ -78,8 +77,14 @@ def test_ten_steps_of_every_rule_are_those_of_numpy():
             wanted = oracle_adamw(before, own, used, 0.1 if gain else 0.0)
         moved = np.abs(wanted - before).max()
         difference = np.abs(np.asarray(got, np.float64) - wanted).max()
-        assert difference <= 2e-3 * moved + 1e-6, (name, difference, moved)
+        assert difference <= 2e-4 * moved, (name, difference, moved)
         assert moved > 0 or "gate.bias" in name, name
+
+
+def _short(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """At most two layers and two experts: numpy takes one matrix after another."""
+    stacked = len(shape) - 2 if path[-1] in ("weight", "fn") else 0
+    return (*(min(2, count) for count in shape[:stacked]), *shape[stacked:])
 
 
 def _is_table(path: tuple[str, ...]) -> bool:
@@ -238,6 +243,29 @@ def test_rules_can_be_moved_and_mistakes_are_named():
         OptimizerSettings(sinkhorn_steps=10)
     with pytest.raises(ValueError, match="decay_end=1.0: at least"):
         OptimizerSettings(decay_start=2.0, decay_end=1.0)
+
+
+def test_momentum_in_half_precision():
+    """bfloat16 keeps 8 bits of the momentum: after three steps updates point within 1% of where float32 points."""
+    random = np.random.default_rng(4)
+    given = [random.standard_normal((12, 16), np.float32) for _ in range(3)]
+    ids = jnp.arange(12)
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        settings = OptimizerSettings(momentum_dtype=dtype)
+        tree = {"w": jnp.zeros((12, 16))}
+        rules = scale_by_muon(settings, lambda name: 1), sinkhorn.scale_by_sinkhorn(settings)
+        states = [rule.init(tree) for rule in rules]
+        table, momentum = tree["w"], tree["w"].astype(dtype)
+        for gradient in given:
+            moved = [rule.update({"w": gradient}, state) for rule, state in zip(rules, states, strict=True)]
+            states = [state for _, state in moved]
+            table, momentum = sinkhorn.update_rows(table, momentum, ids, gradient, 1.0, settings)
+        assert {x.dtype for x in (momentum, *jax.tree.leaves(states))} == {jnp.dtype(dtype)}
+        results.append([*(update["w"] for update, _ in moved), table])
+    for exact, rounded in zip(*results, strict=True):
+        assert np.linalg.norm(exact - rounded) < 0.01 * np.linalg.norm(exact)
+        assert np.any(exact != rounded)
 
 
 def test_norm_and_clipping():

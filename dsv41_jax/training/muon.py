@@ -31,26 +31,25 @@ def orthogonalize(x: Array, dtype: jnp.dtype = jnp.float32, epsilon: float = 1e-
 
     Args:
         x: [..., rows, columns]; the matrices are independent.
-        dtype: of the products.
+        dtype: of the products' inputs, and of what is kept between steps; sums are float32.
 
     Returns:
         float32 of the same shape; zero for a zero matrix.
     """
-    rows, columns = x.shape[-2:]
-    tall = rows > columns  # the square of the smaller side is formed, without transposing what is stored
+    if x.shape[-2] > x.shape[-1]:  # the square of the smaller side is formed
+        return orthogonalize(x.swapaxes(-1, -2), dtype, epsilon).swapaxes(-1, -2)
     x = x.astype(jnp.float32)
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True)) + epsilon)
 
     def product(equation: str, a: Array, b: Array) -> Array:
-        wide = jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        return wide.astype(dtype)
+        a, b = a.astype(dtype), b.astype(dtype)
+        return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     def step(x: Array, coefficients: Array) -> tuple[Array, None]:
-        a, b, c = coefficients.astype(dtype)
-        gram = product("...ki,...kj->...ij" if tall else "...ik,...jk->...ij", x, x)
+        a, b, c = coefficients
+        gram = product("...ik,...jk->...ij", x, x)
         inner = b * gram + c * product("...ij,...jk->...ik", gram, gram)
-        moved = product("...ki,...ij->...kj", x, inner) if tall else product("...ij,...jk->...ik", inner, x)
-        return a * x + moved, None
+        return (a * x + product("...ij,...jk->...ik", inner, x)).astype(dtype), None
 
     x, _ = lax.scan(step, x.astype(dtype), jnp.asarray(COEFFICIENTS, jnp.float32))
     return x.astype(jnp.float32)

@@ -26,9 +26,7 @@ class OptimizerSettings(Settings):
     matrix_decay: float = setting(0.1, "decoupled weight decay of what Muon trains", least=0)
     update_rms: float = setting(0.18, "root mean square of an update of Muon or Sinkhorn at rate 1", least=0)
     split_index_heads: bool = setting(True, "orthogonalise the indexer's queries per head (the report does not say)")
-    newton_schulz_dtype: str = setting(
-        "float32", "of Muon's products; bfloat16 for accelerators", choices=DTYPES
-    )
+    newton_schulz_dtype: str = setting("float32", "of Muon's products; bfloat16 for accelerators", choices=DTYPES)
     momentum_dtype: str = setting("float32", "in which Muon and Sinkhorn keep momentum", choices=DTYPES)
 
     sinkhorn_momentum: float = setting(0.95, "momentum of embeddings, head and Engram tables", least=0.01, most=0.9999)
@@ -45,9 +43,7 @@ class OptimizerSettings(Settings):
     vision_rate: float = setting(0.1, "rate of the vision encoder, times the schedule's (not published)", least=0)
 
     clip_norm: float | None = setting(None, "largest global norm of the gradients (default: not clipped)", least=0)
-    skip_spikes: bool = setting(
-        False, "leave out steps whose loss or gradient norm is not finite or too high"
-    )
+    skip_spikes: bool = setting(False, "leave out steps whose loss or gradient norm is not finite or too high")
     spike_deviations: float = setting(8.0, "far above: this many standard deviations above the mean loss", least=0)
     spike_norm_ratio: float = setting(20.0, "far above: this many times the mean gradient norm", least=1)
     spike_window: int = setting(100, "steps that the running means look back; none is left out before", least=2)

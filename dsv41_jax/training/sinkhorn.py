@@ -72,7 +72,7 @@ def scale_by_sinkhorn(settings: OptimizerSettings) -> optax.GradientTransformati
 
 
 def sum_duplicates(ids: Array, gradients: Array, rows: int) -> tuple[Array, Array]:
-    """Every row once, in ascending order, with the sum of its gradients.
+    """Every row once, with the sum of its gradients, at the first place that names it.
 
     Args:
         ids: int32 [n]; those outside 0..rows-1 are left out. gradients: [n, width].
@@ -80,14 +80,12 @@ def sum_duplicates(ids: Array, gradients: Array, rows: int) -> tuple[Array, Arra
     Returns:
         ids and gradients of the same shapes; the places that are left over have id `rows` and gradient 0.
     """
-    count = len(ids)
+    places = jnp.arange(len(ids), dtype=jnp.int32)
     ids = jnp.where((ids >= 0) & (ids < rows), ids, rows)
-    order = jnp.argsort(ids)
-    ids = ids[order]
-    place = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), ids[1:] != ids[:-1]]).astype(jnp.int32))
-    gradients = jnp.where((ids < rows)[:, None], gradients[order], 0)
-    summed = jax.ops.segment_sum(gradients, place, count, indices_are_sorted=True)
-    return jnp.full(count, rows, jnp.int32).at[place].set(ids), summed
+    first = jnp.full(rows, len(ids), jnp.int32).at[ids].min(places, mode="drop")
+    owner = first.at[ids].get(mode="fill", fill_value=len(ids))
+    summed = jnp.zeros_like(gradients).at[owner].add(gradients, mode="drop")
+    return jnp.where(owner == places, ids, rows), summed
 
 
 def update_rows(
