@@ -4,6 +4,7 @@ Rows are grouped by expert into tiles of a fixed height; the number of tiles is 
 of other devices: `expert_parallel`.
 """
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -12,13 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from dsv41_jax import quant
-from dsv41_jax.expert_parallel import expert_share, routed_sum
+from dsv41_jax.expert_parallel import expert_share, routed_sum, trained_sum
 from dsv41_jax.linear import kernel_linear, stored_leaf, weight_matrix
 from dsv41_jax.numerics import Numerics, einsum_f32, project_rows
 from dsv41_jax.parallel import SINGLE, Parallel
 from dsv41_jax.router_notes import RouterNotes, TokenFacts, modality_loads, sequence_balance
 from dsv41_jax.tiles import TEMPORARY_BYTES
 from pallas_kernels import moe as moe_kernels
+from pallas_kernels.moe import training
 
 _SCORES = {
     "sqrtsoftplus": lambda s: jnp.sqrt(jax.nn.softplus(s)),
@@ -113,8 +115,10 @@ class MoE(nn.Module):
     def __call__(
         self, x: Array, image_mask: Array | None = None, facts: TokenFacts | None = None
     ) -> tuple[Array, Array | RouterNotes]:
-        """x [..., D], image_mask bool [...] or None -> y [..., D] and the chosen experts int32 [..., k]; with the facts
-        of tokens x [B, T, D] (training), `RouterNotes` in place of the experts.
+        """x [..., D], image_mask bool [...] or None -> y [..., D] and the chosen experts int32 [..., k].
+
+        With the facts of tokens x [B, T, D]: `RouterNotes` in place of the experts, and float32 master weights are
+        used in their training form, whose gradient works across devices whatever the dispatch and the load.
         """
         lead, d = x.shape[:-1], x.shape[-1]
         rows = x.reshape(-1, d)
@@ -123,21 +127,40 @@ class MoE(nn.Module):
         kernels = self.numerics.kernels
         if self.numerics.quantizes("linear_inputs") and not kernels:
             rows = quant.fake_q8(rows)  # the input of w1 and w3 of every expert; kernels do it themselves
-        compute = self._by_kernels if kernels else self._by_reference
-        total = routed_sum(self.numerics.parallel, self.n_experts, rows, experts, weights, compute)
+        if facts is not None and _is_master(leaves := self.experts(d)):
+            total, computed = self._trained(rows, experts, weights, leaves)
+            dropped = experts.size - jnp.sum(computed)
+        else:
+            dropped = None
+            compute = self._by_kernels if kernels else self._by_reference
+            total = routed_sum(self.numerics.parallel, self.n_experts, rows, experts, weights, compute)
         total = total + self._shared(rows).astype(jnp.float32)
         y, experts = self.numerics.round(total).reshape(*lead, d), experts.reshape(*lead, self.topk)
-        return y, experts if facts is None else self._notes(logits, experts, image_mask, facts)
+        if facts is None:
+            return y, experts
+        return y, self._notes(logits, experts, image_mask, facts, dropped)
 
-    def _notes(self, logits: Array, experts: Array, image_mask: Array | None, facts: TokenFacts) -> RouterNotes:
+    def _notes(
+        self, logits: Array, experts: Array, image_mask: Array | None, facts: TokenFacts, dropped: Array | None
+    ) -> RouterNotes:
         """logits float32 [B * T, E], experts int32 [B, T, k]."""
         scores = _SCORES[self.scoring](logits).reshape(*experts.shape[:-1], self.n_experts)
         return RouterNotes(
             experts=experts,
             loads=modality_loads(experts, image_mask, facts.weights, self.n_experts),
             balance=sequence_balance(scores, experts, facts.samples, facts.weights),
-            dropped=jnp.zeros((), jnp.int32),
+            dropped=dropped,
         )
+
+    def _trained(self, rows: Array, experts: Array, weights: Array, leaves: dict) -> tuple[Array, Array]:
+        """By float32 master weights: routed sum [n, D] of quantised rows, pairs computed [n]."""
+        matrices = training.Matrices(*(self._quantised(leaves[name]["weight"]) for name in ("w1", "w3", "w2")))
+        compute = _TrainedExperts(self.limit, self.numerics)
+        return trained_sum(self.numerics.parallel, self.n_experts, rows, experts, weights, matrices, compute)
+
+    def _quantised(self, weight: Array) -> Array:
+        """Once for all tokens of a step."""
+        return quant.fake_quantize_weight("fp4", weight) if self.numerics.quantizes("expert_weights") else weight
 
     def _shared(self, rows: Array) -> Array:
         """The shared expert: rows [n, D] -> [n, D]."""
@@ -212,6 +235,25 @@ class MoE(nn.Module):
         if self.numerics.quantizes("linear_inputs"):
             a = quant.fake_q8(a)
         return self.numerics.round(matmul(a, leaves["w2"]))
+
+
+def _is_master(leaves: dict[str, dict[str, Array]]) -> bool:
+    """Whether experts are float32 master weights: what training trains."""
+    return all(set(leaf) == {"weight"} and leaf["weight"].dtype == jnp.float32 for leaf in leaves.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrainedExperts:
+    """`expert_rounds.TrainedCompute` by `pallas_kernels.moe.training`."""
+
+    limit: float
+    numerics: Numerics
+
+    def __call__(
+        self, rows: Array, experts: Array, weights: Array, matrices: training.Matrices, share: int
+    ) -> tuple[Array, Array]:
+        options = training.Options(self.limit, self.numerics, share)
+        return training.experts(options, rows, experts, weights, matrices)
 
 
 class Router(nn.Module):

@@ -34,13 +34,13 @@ class RouterNotes:
         loads: float32 [2, E], tokens of each expert by modality (text, image), padding left out.
         balance: float32 [], see `sequence_balance`.
         dropped: int32 [], (token, slot) pairs that were routed, padding's too, less those whose output came back from
-            an expert. Always 0.
+            an expert. Always 0; None where weights in a stored form computed, which count nothing.
     """
 
     experts: Array
     loads: Array
     balance: Array
-    dropped: Array
+    dropped: Array | None
 
 
 def sequence_balance(scores: Array, experts: Array, samples: Array, weights: Array) -> Array:

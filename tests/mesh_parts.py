@@ -16,7 +16,7 @@ from dsv41_jax import sharding
 from dsv41_jax.checkpoint.names import flatten, nest
 from dsv41_jax.config import load_config
 from dsv41_jax.engram import distant_rows
-from dsv41_jax.expert_parallel import round_capacity
+from dsv41_jax.expert_rounds import round_capacity
 from dsv41_jax.moe import MoE
 from dsv41_jax.numerics import FLOAT32, RELEASED, Numerics
 from dsv41_jax.parallel import AXES, CONTEXT, ROW_AXES, Parallel
@@ -68,7 +68,9 @@ def biased(params: dict, bias: np.ndarray) -> dict:
 
 
 def imbalance() -> None:
-    """Whatever the load, `all_to_all` has the bits of one device, and `gather` differs by the order of a sum."""
+    """Whatever the load, `all_to_all` and `gather` differ from one device by the order of a float32 sum: tiles have other
+    heights, for which some CPUs multiply in another order.
+    """
     x = jax.random.normal(jax.random.key(1), (ROWS, TOKENS, HIDDEN))
     loads = {
         "as it comes": np.zeros(EXPERTS),
@@ -85,7 +87,7 @@ def imbalance() -> None:
         for layout in LAYOUTS:
             for parallel in parallels(layout, ("gather", "all_to_all")):
                 got = spread_moe(params, x, FLOAT32, parallel)
-                allowed = 0 if parallel.dispatch == "all_to_all" else 1e-6 * np.abs(wanted).max()
+                allowed = 1e-6 * np.abs(wanted).max()
                 np.testing.assert_allclose(got, wanted, atol=allowed, rtol=0, err_msg=f"{name}, {parallel}")
 
 
