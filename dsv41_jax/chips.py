@@ -190,3 +190,24 @@ CHIPS = {
         ),
     ),
 }
+
+# What `jax.Device.device_kind` says of a chip begins with, or holds, one of these.
+_KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5p": "v5p",
+    "TPU v5": "v5p",
+    "TPU v6": "v6e",
+    "TPU7x": "v7x",
+    "TPU v7": "v7x",
+    "A100": "a100",
+    "H100": "h100",
+    "H200": "h200",
+    "B200": "b200",
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The figures of a device by what jax calls its kind; None for what is not in the table, as a CPU."""
+    name = next((name for spelled, name in _KINDS.items() if spelled in device_kind), None)
+    return CHIPS.get(name) if name is not None else None

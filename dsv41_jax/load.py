@@ -107,7 +107,7 @@ def load(
     hasher, tables = None, {}
     if config.engram_layer_ids:
         if token_map is None:
-            token_map = _token_map(folder, tokenizer)
+            token_map = token_map_of(folder, tokenizer)
         distributed.check_same(
             {f"{folder.name}: the token map": hashlib.sha256(np.asarray(token_map)).hexdigest()[:16]}
         )
@@ -159,7 +159,14 @@ def _facts(name: str, config: ModelConfig) -> dict[str, object]:
     return {f"{name}/config.json: {key}": value for key, value in values.items()}
 
 
-def _token_map(folder: Path, tokenizer: Tokenizer | None) -> np.ndarray:
+def token_map_of(folder: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
+    """int [vocab], raw id -> Engram id: from the folder's tokenizer (read here if not given) or its token_map.npy.
+
+    Raises:
+        ValueError: the folder has neither.
+    """
+    if tokenizer is None and (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is not None:
         return compressed_token_map(tokenizer.backend)
     if (folder / TOKEN_MAP_FILE).is_file():

@@ -90,3 +90,16 @@ def _section(name: str, kind: type[Settings], value: Any) -> Settings:
         return kind.of(value)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def listed(settings: Settings, prefix: str = "") -> str:
+    """All settings as lines: dotted name, value, help."""
+    lines = []
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), prefix + field.name
+        if isinstance(value, Settings):
+            lines.append(f"# {name}: {field.metadata['help']}")
+            lines.append(listed(value, f"{name}."))
+        else:
+            lines.append(f"{name}={value!r}  # {field.metadata['help']}")
+    return "\n".join(lines)

@@ -223,9 +223,9 @@ def abstract_step(
         ValueError: an unknown phase. ShardingError: the mesh does not suit the model.
     """
     if phase == "train":
-        from dsv41_jax.training.planned import abstract_training_step  # training imports this module
+        from dsv41_jax.training.planned import abstract_training_step, planned_settings  # training imports this module
 
-        return abstract_training_step(config, mesh, batch, context)
+        return abstract_training_step(config, mesh, planned_settings(batch, context))
     if phase not in PHASES:
         raise ValueError(f"phase={phase!r} is unknown; choose one of {', '.join(PHASES)}, train")
     layers, t = PHASES[phase]

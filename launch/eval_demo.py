@@ -16,8 +16,8 @@ import numpy as np
 import dsv41_jax as ds
 from dsv41_jax import compile_cache, numerics
 from dsv41_jax.token_map import compressed_token_map
-from dsv41_jax.training.data import Windows
-from dsv41_jax.training.evaluate import bits_per_byte, held_out_nats
+from dsv41_jax.training.held_out import bits_per_byte, held_out_nats
+from dsv41_jax.training.windows import Windows
 
 PROMPTS = ("The Lord is", "In the beginning", "Verse 3. The Psalmist", "It is good for a man")
 

@@ -6,23 +6,23 @@ import json
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from dsv41_jax import distributed, sharding
 from dsv41_jax.checkpoint.names import flatten
-from dsv41_jax.numerics import FLOAT32
-from dsv41_jax.training.step import backbone_step, new_state, spread_batch, state_shardings
+from dsv41_jax.training.shards import batch_on_mesh, own_shard
+from dsv41_jax.training.state import state_shardings
 from tiny_training import tiny_params, tiny_training_config, tiny_windows
+from training_run import tiny_trainer
 
-CONFIG, NUMERICS = tiny_training_config(), FLOAT32
-# Steps in proportion to gradients: where one is nearly zero Adam would make a full step of its noise.
-OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-windows = tiny_windows(CONFIG, batch=4)
+CONFIG = tiny_training_config()
+ROWS = 4
+# A sign of a tiny number decides an update of AdamW, so the first two moments see it smoothed; Muon needs no help.
+windows = tiny_windows(CONFIG, batch=ROWS)
 
 
 def make_params() -> dict:
-    return {name: leaf for name, leaf in tiny_params(CONFIG).items() if name != "mtp"}
+    return tiny_params(CONFIG)
 
 
 def numbers(metrics: dict) -> dict[str, float]:
@@ -32,20 +32,34 @@ def numbers(metrics: dict) -> dict[str, float]:
 def train(mesh: Mesh, result: str | None) -> None:
     """Train, check that everything stays where the rules put it, and write parameters and metrics to a file."""
     distributed.connect(mesh)
-    params = make_params()
-    where = state_shardings(params, OPTIMIZER, mesh)
-    put = jax.tree.map(
-        lambda x, place: jax.make_array_from_callback(x.shape, place, x.__getitem__), params, where.params
+    trainer, params = tiny_trainer(mesh), make_params()
+    where = state_shardings(params, trainer.parts, trainer.optimizer, mesh)
+    layout = sharding.layout_of(mesh)
+
+    def put(path: tuple, x: np.ndarray) -> np.ndarray:
+        shape = sharding.padded_shape(path, x.shape, layout, False)
+        return np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+
+    padded = {path: put(path, x) for path, x in flatten(params)}
+    places = dict(flatten(where.params))
+    from dsv41_jax.checkpoint.names import nest
+
+    spread = nest(
+        {path: jax.make_array_from_callback(x.shape, places[path], x.__getitem__) for path, x in padded.items()}
     )
-    state = new_state(put, OPTIMIZER, 0, mesh)
-    step, metrics = backbone_step(CONFIG, NUMERICS, OPTIMIZER, mesh=mesh), []
+    state = trainer.new_state(spread, 0)
+    where = state_shardings(spread, trainer.parts, trainer.optimizer, mesh)
+    shard, shards = own_shard(mesh, ROWS)
+    own = slice(shard * ROWS // shards, (shard + 1) * ROWS // shards)
+    step, metrics = trainer.step(), []
     for i in range(2):
-        state, own = step(state, spread_batch(windows(i).arrays(), mesh))
-        metrics.append(numbers(own))
+        batch = jax.tree.map(lambda x: x[own], windows(i).arrays())
+        state, found = step(state, batch_on_mesh(batch, mesh))
+        metrics.append(numbers(found))
     for (path, leaf), place in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(where), strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim), path
-    momentum = state.opt_state[0].trace["layers"]["ffn"]["experts"]["w1"]["weight"]
-    assert momentum.addressable_shards[0].data.shape[1] == CONFIG.n_routed_experts // mesh.size
+    table = state.momentum["l0"]
+    assert table.addressable_shards[0].data.shape[0] == -(-trainer.table_rows("l0") // mesh.size)
     whole = jax.jit(lambda x: x, out_shardings=sharding.shardings(mesh, jax.sharding.PartitionSpec()))(state.params)
     if result is not None:
         arrays = {".".join(path): np.asarray(leaf) for path, leaf in flatten(whole)}

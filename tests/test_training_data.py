@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsv41_jax.training.data import Windows, evaluation_rows
+from dsv41_jax.training.windows import Windows, evaluation_rows
 from tiny_training import tiny_training_config, tiny_windows
 
 

@@ -11,7 +11,7 @@ from dsv41_jax.checkpoint.released import abstract_params
 from dsv41_jax.config import ModelConfig, load_config
 from dsv41_jax.engram_layout import derive_layout
 from dsv41_jax.numerics import FLOAT32
-from dsv41_jax.training.data import Windows
+from dsv41_jax.training.windows import Windows
 
 VOCAB = 64
 

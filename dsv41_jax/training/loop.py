@@ -1,97 +1,163 @@
-"""The training loop of one stage: progress, log, evaluation, checkpoints; a rerun goes on where it stopped."""
+"""The loop over steps: progress, log, evaluation, checkpoints, and the end, which may come by a signal."""
 
-import json
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
+from dsv41_jax.chips import chip_of
+from dsv41_jax.model_flops import exact_prefill
 from dsv41_jax.training.checkpoint import Checkpoints
-from dsv41_jax.training.step import TrainState
+from dsv41_jax.training.evaluation import Evaluation
+from dsv41_jax.training.log import Log
+from dsv41_jax.training.pipeline import Pipeline
+from dsv41_jax.training.shards import batch_on_mesh
+from dsv41_jax.training.state import TrainState
+from dsv41_jax.training.step import Step, Trainer
+from dsv41_jax.training.train_settings import TrainSettings
 
-StepFunction = Callable[[TrainState, dict], tuple[TrainState, dict]]
-
-
-class Log:
-    """Appends one JSON object a line to a file."""
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-
-    def __call__(self, **values: object) -> None:
-        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(rounded) + "\n")
+STOPPED = 143  # exit code after SIGTERM, as a shell reports it
 
 
-def run_stage(
-    name: str,
-    state: TrainState,
-    steps: int,
-    step_at: Callable[[int], StepFunction],
-    batch_at: Callable[[int], dict],
-    checkpoints: Checkpoints,
-    log: Log,
-    rate_at: Callable[[int], float],
-    evaluate: Callable[[TrainState, int], dict] | None = None,
-    log_every: int = 20,
-    save_seconds: float = 300.0,
-) -> TrainState:
-    """Run a stage up to `steps`, from its newest checkpoint on.
+class Loop:
+    """Runs a trainer from a state to the last step of the settings.
 
     Args:
-        name: of the stage, for the log.
-        state: state at step 0.
-        step_at: the step function to use at a step. batch_at: the batch of a step.
-        rate_at: learning rate of a step, for the log.
-        evaluate: (state, step) -> values to log, called before each timed save and at the end.
-
-    Raises:
-        SystemExit(143): after a save, when the process got SIGTERM.
+        log: of process 0, None elsewhere. evaluation: None without held-out text.
     """
-    state = checkpoints.restore(state)
-    # Committed to where it is, as a step returns it: otherwise the second step would be compiled anew.
-    state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
-    stopped: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-    saved = logged = time.monotonic()
-    start = int(state.step)
-    since = start
 
-    def save() -> None:
-        if evaluate is not None:
-            log(stage=name, step=int(state.step), **evaluate(state, int(state.step)))
-        checkpoints.save(state)
+    def __init__(
+        self,
+        settings: TrainSettings,
+        trainer: Trainer,
+        pipeline: Pipeline,
+        checkpoints: Checkpoints,
+        log: Log | None,
+        evaluation: Evaluation | None,
+    ):
+        self.settings, self.trainer, self.pipeline = settings, trainer, pipeline
+        self.checkpoints, self.log, self.evaluation = checkpoints, log, evaluation
+        self._steps: dict[Any, Step] = {}
+        self._asked_to_stop = False
+        self._stopping = False
+        self._pending: tuple[int, dict] | None = None
+        self._saved_at = self._logged_at = time.monotonic()
+        self._logged_step = 0
 
-    try:
-        with tqdm(total=steps, initial=start, desc=name, mininterval=5.0) as bar:
-            for step in range(start, steps):
-                batch = batch_at(step)
-                state, metrics = step_at(step)(state, batch)
-                bar.update()
-                if (step + 1) % log_every == 0 or step + 1 == steps:
-                    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
-                    if not all(np.isfinite(v) for v in values.values()):
-                        raise FloatingPointError(f"{name}: step {step + 1} is not finite: {values}")
-                    now = time.monotonic()
-                    speed = (step + 1 - since) * batch["token_ids"].size / (now - logged)
-                    logged, since = now, step + 1
-                    log(stage=name, step=step + 1, **values, rate=float(rate_at(step)), tokens_per_s=round(speed))
-                    bar.set_postfix(loss=round(values.get("nats", values.get("loss", 0.0)), 3), tok_s=round(speed))
-                if stopped:
-                    jax.block_until_ready(state)
-                    checkpoints.save(state)
-                    raise SystemExit(143)
-                if time.monotonic() - saved > save_seconds:
-                    save()
-                    saved = logged = time.monotonic()
-                    since = step + 1
-        if start < steps:
-            save()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return state
+    def run(self, state: TrainState, done: int) -> TrainState:
+        """The state after the last step.
+
+        Raises:
+            FloatingPointError: a step's loss is not finite (and spikes are not left out); the last checkpoint is whole.
+            SystemExit: after SIGTERM or SIGINT, once the state is saved.
+        """
+        settings = self.settings
+        # Committed to where it is, as a step returns it: otherwise the second step would be compiled anew.
+        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._saved_at = self._logged_at = time.monotonic()
+        self._logged_step = done
+        hidden = self.log is None
+        try:
+            with tqdm(total=settings.steps, initial=done, desc=settings.stage, disable=hidden, mininterval=5) as bar:
+                for step in range(done, settings.steps):
+                    batch = self._batch()
+                    state, metrics = self._step_at(step)(state, batch)
+                    self._settle(bar)
+                    self._pending = (step + 1, metrics)
+                    bar.update()
+                    self._after_step(state, step + 1, bar)
+                self._settle(bar)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self.checkpoints.wait()
+        return state
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._asked_to_stop = True
+
+    def _batch(self) -> dict:
+        batch = next(self.pipeline)
+        if self.trainer.mesh is None:
+            return batch
+        if jax.process_count() > 1:  # all processes must stop at the same step: the step adds up who was asked to
+            batch["stop"] = np.full(len(batch["token_ids"]), self._asked_to_stop, np.int32)
+        return batch_on_mesh(batch, self.trainer.mesh)
+
+    def _step_at(self, step: int) -> Step:
+        numerics = self.settings.numerics_at(step)
+        if numerics not in self._steps:
+            self._steps[numerics] = self.trainer.with_numerics(numerics).step()
+        return self._steps[numerics]
+
+    def _after_step(self, state: TrainState, done: int, bar: tqdm) -> None:
+        kept, evaluated = self.settings.checkpoint, self.settings.evaluation
+        last = done == self.settings.steps
+        if jax.process_count() == 1 and self._asked_to_stop:
+            self._stopping = True
+        if self.evaluation is not None and (last or done % evaluated.every_steps == 0):
+            self._settle(bar)
+            self._evaluate(state, done)
+        due = kept.every_steps > 0 and done % kept.every_steps == 0
+        if jax.process_count() == 1 and kept.every_minutes > 0:
+            due |= time.monotonic() - self._saved_at > 60 * kept.every_minutes
+        if last or due or self._stopping:
+            self._settle(bar)
+            jax.block_until_ready(state)
+            self.checkpoints.save(state, self.pipeline.get_state(), done)
+            self._saved_at = time.monotonic()
+        self.checkpoints.poll()
+        if self._stopping and not last:
+            self.checkpoints.wait()
+            bar.write(f"stopped after step {done}; everything is saved, run the same command to go on")
+            raise SystemExit(STOPPED)
+
+    def _settle(self, bar: tqdm) -> None:
+        """Read the numbers of the step before, once: by now the devices have the next one to do."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        if jax.process_count() > 1 or step % self.settings.log_every == 0 or step == self.settings.steps:
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            self._stopping |= values.pop("stop", 0.0) > 0
+            if not self.trainer.settings.skip_spikes and not np.isfinite(values["loss"]):
+                raise FloatingPointError(f"step {step}: the loss is not finite: {values}")
+            if step % self.settings.log_every == 0 or step == self.settings.steps:
+                self._report(step, values, bar)
+
+    def _report(self, step: int, values: dict[str, float], bar: tqdm) -> None:
+        now = time.monotonic()
+        data = self.settings.data
+        seconds = max(now - self._logged_at, 1e-9)
+        speed = (step - self._logged_step) * data.batch * data.length / seconds
+        self._logged_at, self._logged_step = now, step
+        values["tokens_per_s"] = speed
+        if (used := self._model_flops_utilisation(speed)) is not None:
+            values["mfu"] = used
+        values["padding_share"] = self.pipeline.statistics()["padding_share"]
+        bar.set_postfix(loss=f"{values['loss']:.3f}", tok_s=round(speed), refresh=False)
+        if self.log is not None:
+            self.log("train", step, **values)
+
+    def _model_flops_utilisation(self, tokens_per_second: float) -> float | None:
+        """Share of the devices' bf16 peak that forward and backward pass take (three forwards; nothing recomputed
+        counts); None for devices whose peak is not in `chips`.
+        """
+        devices = [jax.devices()[0]] if self.trainer.mesh is None else list(self.trainer.mesh.devices.flat)
+        chip = chip_of(devices[0].device_kind)
+        if chip is None:
+            return None
+        forward = exact_prefill(self.trainer.config, self.settings.data.length)
+        return 3 * forward.flops / forward.tokens * tokens_per_second / (chip.bf16 * len(devices))
+
+    def _evaluate(self, state: TrainState, done: int) -> None:
+        numbers = self.evaluation(state.params, self.settings.numerics_at(done - 1))
+        if self.log is not None:
+            self.log("evaluation", done, **numbers)
+        self._logged_at, self._logged_step = time.monotonic(), done

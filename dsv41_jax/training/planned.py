@@ -1,38 +1,54 @@
 """The training step with abstract arguments, to be compiled for machines that are not there."""
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dsv41_jax import sharded_step, sharding
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.numerics import FLOAT32, QUANTIZED_TRAINING
-from dsv41_jax.training.demo_optimizer import learning_rate, make_optimizer
-from dsv41_jax.training.step import backbone_step, new_state, state_shardings
-from dsv41_jax.vision import SPAN_PARAMS
+from dsv41_jax.numerics import FLOAT32
+from dsv41_jax.training.batches import batch_shapes
+from dsv41_jax.training.data_settings import DataSettings, SourceSettings
+from dsv41_jax.training.objective import Losses
+from dsv41_jax.training.optimizer_settings import OptimizerSettings
+from dsv41_jax.training.schedule import Schedule
+from dsv41_jax.training.state import trained_parts
+from dsv41_jax.training.step import Trainer
+from dsv41_jax.training.train_settings import TrainSettings
 
 
-def abstract_training_step(config: ModelConfig, mesh: Mesh, batch: int, tokens: int) -> sharded_step.AbstractStep:
-    """The backbone's step on `batch` samples of `tokens` tokens: float32 master weights, the optimizer of the small
-    trainer, the quantisation points of the release. Engram tables are on the devices; drafts and images are no part.
+def planned_settings(batch: int, tokens: int) -> TrainSettings:
+    """The settings of a step that is planned from a model's configuration alone: the report's optimizer, bf16 compute
+    with the quantisation points of the release, each layer computed again in the backward pass.
     """
+    return TrainSettings(
+        model="fresh:planned",
+        run="planned",
+        numerics="quantized_bf16",
+        remat="layer",
+        rolled=True,
+        optimizer=OptimizerSettings(schedule_unit="steps", decay_start=10_000, decay_end=20_000),
+        data=DataSettings(sources=(SourceSettings(path="planned"),), batch=batch, length=tokens),
+    )
+
+
+def abstract_training_step(config: ModelConfig, mesh: Mesh, settings: TrainSettings) -> sharded_step.AbstractStep:
+    """The step of a run on a mesh: rows are padded to a multiple of the devices that share rows."""
     layout = sharding.layout_of(mesh)
-    everything = sharding.abstract(config, FLOAT32, mesh)
-    params = {name: leaf for name, leaf in everything.items() if name not in ("mtp", *SPAN_PARAMS)}
-    optimizer = make_optimizer(learning_rate(1e-3, 1000, 100, 900))
-    state = jax.eval_shape(lambda tree: new_state(tree, optimizer, 0), params)
-    where = state_shardings(params, optimizer, mesh)
-    state = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, where)
-    rows = sharding.padded_rows(batch, layout)
-
-    def spec(dtype: jnp.dtype, *more: int) -> jax.ShapeDtypeStruct:
-        place = sharding.shardings(mesh, sharded_step.ROWS)
-        return jax.ShapeDtypeStruct((rows, tokens, *more), dtype, sharding=place)
-
-    inputs = {name: spec(jnp.int32) for name in ("token_ids", "segment_ids", "targets")}
-    inputs["weights"] = spec(jnp.float32)
-    inputs["memory"] = {
-        f"l{layer}": spec(jnp.int32, sharded_step.engram_columns(config)) for layer in config.engram_layer_ids
-    }
-    step = backbone_step(config, QUANTIZED_TRAINING, optimizer, mesh=mesh)
-    return sharded_step.AbstractStep(step, (state, inputs), ("state", "batch"), (0,), QUANTIZED_TRAINING, rows * tokens)
+    rows = sharding.padded_rows(settings.data.batch, layout)
+    data = dataclasses.replace(settings.data, batch=rows)
+    shapes = sharding.abstract(config, FLOAT32, mesh)
+    numerics = settings.numerics_at(settings.steps)
+    losses = Losses(config, numerics, settings.options, settings.objective, settings.stage, settings.accumulate)
+    parts = trained_parts(shapes, settings.stage, images=data.images_per_row > 0)
+    schedule = Schedule.of(settings.optimizer, data.batch * data.length)
+    trainer = Trainer(losses, settings.optimizer, schedule, parts, mesh)
+    where = sharding.shardings(mesh, sharded_step.ROWS)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), batch_shapes(data, config, rows)
+    )
+    state = trainer.abstract_state(shapes)
+    return sharded_step.AbstractStep(
+        trainer.step(), (state, batch), ("state", "batch"), (0,), numerics, rows * data.length
+    )

@@ -1,9 +1,8 @@
-"""Training steps: one of the backbone, one of the drafter on the frozen backbone; and the router-bias rule."""
+"""One training step: losses, gradients, the optimizer, Engram tables, router biases; on one device or on a mesh."""
 
-import functools
+import dataclasses
 from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,168 +10,236 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
-from dsv41_jax import model, sharded_step, sharding
+from dsv41_jax import sharded_step, sharding
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.forward_options import ForwardOptions
-from dsv41_jax.numerics import Numerics
+from dsv41_jax.engram import gather_rows
+from dsv41_jax.engram_layout import engram_layout
+from dsv41_jax.numerics import FLOAT32, Numerics
 from dsv41_jax.parallel import ROW_AXES
-from dsv41_jax.training.draft_rounds import DraftRounds
-from dsv41_jax.training.loss import draft_loss, token_nats
+from dsv41_jax.training.balance import balanced_bias, load_peaks
+from dsv41_jax.training.objective import Losses
+from dsv41_jax.training.optimizer import clip_factor, global_norm, make_optimizer, trained_gradients
+from dsv41_jax.training.optimizer_settings import OptimizerSettings
+from dsv41_jax.training.schedule import Schedule
+from dsv41_jax.training.spikes import judge, keep
+from dsv41_jax.training.state import TrainState, merge, new_state, split, state_shardings
+from dsv41_jax.training.table_step import sparse_norm, table_gradients, update_table
 
-BIAS_SPEED = 0.001  # of the report, for a long run; a short one must balance sooner
-OPTIONS = ForwardOptions(index_loss="dense")
-
-
-@flax.struct.dataclass
-class TrainState:
-    """params: what is trained. opt_state: optax. step: int32, steps done. key: PRNG key data, uint32."""
-
-    params: dict
-    opt_state: optax.OptState
-    step: Array
-    key: Array
+Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
 
 
-def new_state(params: dict, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None = None) -> TrainState:
-    """State before the first step; on a mesh, with what the optimizer keeps of a parameter where the parameter is."""
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The step of a run and what it is made of.
 
-    def make(params: dict) -> TrainState:
-        key = jax.random.key_data(jax.random.key(seed))
-        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), key)
-
-    if mesh is None:
-        return make(params)
-    return jax.jit(make, out_shardings=state_shardings(params, optimizer, mesh))(params)
-
-
-def state_shardings(params: dict, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The NamedSharding of every array of a state, from the parameters (or their shapes)."""
-    layout = sharding.layout_of(mesh)
-    own = sharding.param_specs(params, layout), sharding.optimizer_specs(optimizer, params, layout)
-    return sharding.shardings(mesh, TrainState(*own, Spec(), Spec()))
-
-
-def spread_batch(batch: dict, mesh: Mesh) -> dict:
-    """A batch on the devices of a mesh, split by rows. Every process gives the whole of it, and sends its part."""
-    where = sharding.shardings(mesh, sharded_step.ROWS)
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), batch)
-
-
-def _norm(tree: dict) -> Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
-
-
-def expert_loads(experts: dict[int, Array], n_experts: int) -> Array:
-    """Tokens of each expert, float32 [layers, E], from the chosen experts {layer: int32 [B, T, k]}."""
-    return jnp.stack([jnp.bincount(experts[layer].reshape(-1), length=n_experts) for layer in sorted(experts)]) * 1.0
-
-
-def balanced_bias(bias: Array, loads: Array, speed: float = BIAS_SPEED) -> Array:
-    """The text bias [layers, E] after a step: up where an expert had less than the mean load, down where more."""
-    return bias + speed * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
-
-
-def backbone_loss(
-    config: ModelConfig,
-    numerics: Numerics,
-    params: dict,
-    batch: dict,
-    total: Callable[[Array], Array] = lambda x: x,
-) -> tuple[Array, dict]:
-    """Next-token loss plus the indexer's, and notes {nats, index, loads}.
-
-    Of a batch whose rows are split over devices, `total` adds up what the devices have.
+    Attributes:
+        losses: what is minimised; its numerics are those of one device.
+        settings, schedule: of the optimizer.
+        parts: of the parameter tree that are trained, see `state.trained_parts`.
+        mesh: None for one device.
     """
-    hidden, notes = model.forward(
-        config, numerics, params, batch["token_ids"], batch["memory"], batch["segment_ids"], options=OPTIONS
-    )
-    nats = token_nats(model.head(config, numerics, params, hidden), batch["targets"])
-    weights = batch["weights"]
-    language = total(jnp.sum(nats * weights)) / jnp.maximum(total(jnp.sum(weights)), 1e-9)
-    kl, queries = map(total, notes["index"])
-    index = jnp.sum(kl / jnp.maximum(queries, 1))
-    loads = total(expert_loads(notes["experts"], config.n_routed_experts))
-    return language + index, {"nats": language, "index": index, "loads": loads}
 
+    losses: Losses
+    settings: OptimizerSettings
+    schedule: Schedule
+    parts: tuple[str, ...]
+    mesh: Mesh | None = None
 
-def spread_loss(mesh: Mesh, config: ModelConfig, numerics: Numerics, params: dict, batch: dict) -> tuple[Array, dict]:
-    """`backbone_loss` on a mesh, its rows split over the devices that share rows.
+    @property
+    def config(self) -> ModelConfig:
+        return self.losses.config
 
-    Differentiate this, not what a device does: then the gradients of what is on several devices are added up.
-    """
-    layout = sharding.layout_of(mesh)
-    # Experts are reached by all-gather: the rounds of the all-to-all have no gradient.
-    numerics = numerics.spread(sharded_step.parallel_of(mesh, dispatch="gather"))
+    @property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        return make_optimizer(self.settings, self.config, self.schedule)
 
-    def local(params: dict, batch: dict) -> tuple[Array, dict]:
-        return backbone_loss(config, numerics, params, batch, lambda x: jax.lax.psum(x, ROW_AXES))
+    def new_state(self, params: dict, seed: int) -> TrainState:
+        """The state before the first step, from float32 parameters (on a mesh: where `sharding` places them)."""
+        return new_state(params, self.parts, self.optimizer, seed, self.mesh)
 
-    specs = (sharding.param_specs(params, layout), sharded_step.ROWS)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=Spec(), check_vma=False)(params, batch)
+    def abstract_state(self, shapes: dict) -> TrainState:
+        """The state as ShapeDtypeStructs, from those of the parameters; on a mesh with shardings."""
+        state = jax.eval_shape(lambda params: new_state(params, self.parts, self.optimizer, 0), shapes)
+        if self.mesh is None:
+            return state
+        where = state_shardings(shapes, self.parts, self.optimizer, self.mesh)
+        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, where)
 
+    def with_numerics(self, numerics: Numerics) -> "Trainer":
+        """The same, computed in other numerics."""
+        return dataclasses.replace(self, losses=dataclasses.replace(self.losses, numerics=numerics))
 
-def backbone_step(
-    config: ModelConfig,
-    numerics: Numerics,
-    optimizer: optax.GradientTransformation,
-    bias_speed: float = BIAS_SPEED,
-    mesh: Mesh | None = None,
-) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
-    """A jitted step (state, batch) -> (state, metrics); the state is donated. `mtp` is no part of the parameters.
+    def step(self) -> Step:
+        """A jitted step (state, batch) -> (state, metrics); the state is donated.
 
-    On a mesh the state is as `new_state` makes it and the batch as `spread_batch` does; its rows must be a multiple of
-    the devices that share rows. The numbers are those of one device, but for the order of sums.
-    """
-    loss = backbone_loss if mesh is None else functools.partial(spread_loss, mesh)
+        The batch is as `batches` makes it, its rows on a mesh split by `shards.batch_on_mesh`. Metrics are numbers.
+        """
+        return jax.jit(self._step, donate_argnums=0)
 
-    def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
-        value_and_grad = jax.value_and_grad(lambda p: loss(config, numerics, p, batch), has_aux=True)
-        (_, notes), grads = value_and_grad(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        loads = notes.pop("loads")
-        gate = params["layers"]["ffn"]["gate"]
-        gate["bias"] = balanced_bias(gate["bias"], loads, bias_speed)
-        peaks = jnp.max(loads, axis=-1) / jnp.mean(loads, axis=-1)  # [layers], 1 when the load is even
-        metrics = {**notes, "grad_norm": _norm(grads)}
-        metrics |= {"load_max": jnp.max(peaks), "load_mean": jnp.mean(peaks)}
-        state = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
-        if mesh is not None:
-            state = jax.lax.with_sharding_constraint(state, state_shardings(params, optimizer, mesh))
-        return state, metrics
+    def _step(self, state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        batch = dict(batch)
+        stop = batch.pop("stop", None)
+        trained, tables, rest = split(state.params, self.parts)
+        gradients, by_row, report = self._gradients(state, batch)
+        gradients = trained_gradients(gradients, self.settings, self.schedule, state.step)
+        dense = jnp.square(global_norm(gradients))
+        norm = jnp.sqrt(dense + sum(sparse_norm(self, name, *rows) for name, rows in by_row.items()))
+        taken, spikes = judge(state.spikes, report["loss"], norm, self.settings)
+        factor = clip_factor(norm, self.settings)
+        scaled = jax.tree.map(lambda g: factor * g, gradients) if self.settings.clip_norm is not None else gradients
+        updates, opt_state = self.optimizer.update(scaled, state.opt_state, trained, step=state.step)
+        moved = optax.apply_updates(trained, updates)
+        loads = report.pop("loads", None)
+        if loads is not None:
+            speed = self.losses.objective.bias_speed
+            moved["layers"]["ffn"]["gate"] = balanced_bias(moved["layers"]["ffn"]["gate"], loads, speed)
+        if self.settings.skip_spikes:
+            moved, opt_state = keep(taken, (moved, opt_state), (trained, state.opt_state))
+        momentum = dict(state.momentum)
+        rate = self.schedule(state.step)
+        for name, (ids, rows) in by_row.items():
+            tables[name], momentum[name] = update_table(
+                self, name, tables[name], momentum[name], ids, factor * rows, rate, taken
+            )
+        new = TrainState(
+            params=merge(moved, tables, rest),
+            opt_state=opt_state,
+            momentum=momentum,
+            spikes=spikes,
+            step=state.step + 1,
+            key=state.key,
+        )
+        if self.mesh is not None:
+            where = state_shardings(state.params, self.parts, self.optimizer, self.mesh)
+            new = jax.lax.with_sharding_constraint(new, where)
+        metrics = {**report, "grad_norm": norm, "rate": rate, "skipped": spikes.skipped}
+        if stop is not None:
+            metrics["stop"] = jnp.sum(stop)
+        if loads is not None:
+            metrics |= _balance_report(loads, new.params["layers"]["ffn"]["gate"])
+        return new, metrics
 
-    return jax.jit(step, donate_argnums=0)
+    def _gradients(
+        self, state: TrainState, batch: dict
+    ) -> tuple[dict, dict[str, tuple[Array, Array]], dict[str, Array]]:
+        """Gradients of what the dense optimizer trains; of each trained table row ids [n] and gradients [n, width]; the
+        report of the losses. Parts of the rows one after another, if so set.
+        """
+        trained, _, rest = split(state.params, self.parts)
+        rest = without_tables(rest)
+        weight = jnp.maximum(jnp.sum(batch["weights"]), 1e-9)
+        batch = {**batch, "anchors": self._anchors(state, batch)}
 
+        def part(batch: dict) -> tuple[dict, dict[str, Array], dict[str, Array]]:
+            anchors = batch.pop("anchors")
+            rows = self.look_up(state.params, batch["memory"])
 
-def drafter_loss(
-    config: ModelConfig, numerics: Numerics, trained: dict, backbone: dict, batch: dict, anchors: Array
-) -> tuple[Array, dict]:
-    """DSpark's loss at anchors int32 [B, A]; `trained` is {"mtp": ...}, the backbone is frozen."""
-    params = {**backbone, **trained}
-    hidden, notes = model.forward(config, numerics, backbone, batch["token_ids"], batch["memory"], batch["segment_ids"])
-    hidden, taps = jax.lax.stop_gradient((hidden, notes["taps"]))
-    rounds = DraftRounds(config, batch, anchors)
-    logits, confidence = rounds.draft(numerics, params, taps)
-    target_logits = model.head(config, numerics, backbone, rounds.take(hidden, rounds.places))
-    return draft_loss(logits, target_logits, rounds.targets, confidence, rounds.weights)
+            def loss(trained: dict, rows: dict[str, Array]) -> tuple[Array, dict]:
+                return self._spread_losses(trained, rest, rows, batch, anchors, weight)
 
+            if "engram" not in self.parts:
+                (_, report), gradients = jax.value_and_grad(loss, has_aux=True)(trained, rows)
+                return gradients, {}, report
+            (_, report), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trained, rows)
+            return *gradients, report
 
-def drafter_step(
-    config: ModelConfig, numerics: Numerics, optimizer: optax.GradientTransformation, anchors_per_row: int
-) -> Callable[[TrainState, dict, dict], tuple[TrainState, dict]]:
-    """A jitted step (state, backbone, batch) -> (state, metrics) on random anchors; the state is donated."""
+        if self.losses.parts == 1:
+            gradients, by_row, report = part(dict(batch))
+        else:
+            gradients, by_row, report = self._in_parts(part, trained, batch)
+        return gradients, table_gradients(batch["memory"], by_row, self.losses.parts), report
 
-    def step(state: TrainState, backbone: dict, batch: dict) -> tuple[TrainState, dict]:
+    def _in_parts(self, part: Callable, trained: dict, batch: dict) -> tuple[dict, dict[str, Array], dict[str, Array]]:
+        """`part` on every n-th row in turn; gradients are summed, losses too where they are shares of the whole."""
+        split_rows = jax.tree.map(lambda x: rows_in_parts(x, self.losses.parts), batch)
+
+        def body(total: dict, batch: dict) -> tuple[dict, tuple]:
+            gradients, by_row, report = part(dict(batch))
+            return jax.tree.map(jnp.add, total, gradients), (by_row, report)
+
+        gradients, (by_row, reports) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, trained), split_rows)
+        return gradients, by_row, jax.tree.map(lambda x: jnp.sum(x, axis=0), reports)
+
+    def _anchors(self, state: TrainState, batch: dict) -> Array:
+        """Random places where drafts begin, int32 [B, A]: the same on any mesh."""
         b, t = batch["token_ids"].shape
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        anchors = jax.random.randint(key, (b, anchors_per_row), 1, t - config.dspark_block_size + 1)
-        value_and_grad = jax.value_and_grad(
-            lambda p: drafter_loss(config, numerics, p, backbone, batch, anchors), has_aux=True
-        )
-        (loss, parts), grads = value_and_grad(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, **parts, "grad_norm": _norm(grads)}
-        return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
+        last = max(2, t - self.config.dspark_block_size + 1) if self.config.n_draft else 2
+        return jax.random.randint(key, (b, self.losses.objective.anchors), 1, last)
 
-    return jax.jit(step, donate_argnums=0)
+    def _spread_losses(
+        self, trained: dict, rest: dict, rows: dict, batch: dict, anchors: Array, weight: Array
+    ) -> tuple[Array, dict]:
+        """The losses, on a mesh inside `shard_map` with the rows split over the devices that share rows.
+
+        Differentiate this, not what a device does: then the gradients of what is on several devices are added up.
+        """
+        if self.mesh is None:
+            return self.losses({**rest, **trained}, rows, batch, anchors, weight)
+        mesh, layout = self.mesh, sharding.layout_of(self.mesh)
+        numerics = self.losses.numerics.spread(self.parallel)
+        losses = dataclasses.replace(self.losses, numerics=numerics, total=lambda x: jax.lax.psum(x, ROW_AXES))
+
+        def local(trained: dict, rest: dict, rows: dict, batch: dict, anchors: Array, weight: Array):
+            return losses({**rest, **trained}, rows, batch, anchors, weight)
+
+        params = (sharding.param_specs(trained, layout), sharding.param_specs(rest, layout))
+        by_rows = (sharded_step.ROWS,) * 3
+        spread = jax.shard_map(
+            local, mesh=mesh, in_specs=(*params, *by_rows, Spec()), out_specs=Spec(), check_vma=False
+        )
+        return spread(trained, rest, rows, batch, anchors, weight)
+
+    @property
+    def parallel(self) -> sharded_step.Parallel:
+        """How the losses run on the mesh."""
+        return sharded_step.parallel_of(self.mesh, dispatch=DISPATCH)
+
+    def look_up(self, params: dict, memory: dict[str, Array]) -> dict[str, Array]:
+        """Engram rows {"l<L>": float32 [B, T, columns, width]} as the tables hold them, by number [B, T, columns]."""
+        return {name: self._rows(params["engram"][name]["embed"]["weight"], ids) for name, ids in memory.items()}
+
+    def _rows(self, table: Array, ids: Array) -> Array:
+        if self.mesh is None:
+            return gather_rows({"weight": table}, ids, FLOAT32)
+        specs = sharding.param_specs({"engram": {"l0": {"embed": {"weight": table}}}}, sharding.layout_of(self.mesh))
+
+        def local(table: Array, ids: Array) -> Array:
+            return gather_rows({"weight": table}, ids, FLOAT32.spread(self.parallel))
+
+        of_table = specs["engram"]["l0"]["embed"]["weight"]
+        rows = sharded_step.ROWS
+        return jax.shard_map(local, mesh=self.mesh, in_specs=(of_table, rows), out_specs=rows, check_vma=False)(
+            table, ids
+        )
+
+    def table_rows(self, name: str) -> int:
+        """Rows of the Engram table of a layer, without padding."""
+        layout = engram_layout(self.config)
+        return layout.table_rows[layout.layer_ids.index(int(name.removeprefix("l")))]
+
+
+DISPATCH = "all_to_all"  # how tokens reach experts of other devices
+
+
+def without_tables(params: dict) -> dict:
+    """The tree without Engram tables: rows are an input of the forward."""
+    if "engram" not in params:
+        return params
+    layers = {name: {k: v for k, v in layer.items() if k != "embed"} for name, layer in params["engram"].items()}
+    return {**params, "engram": layers}
+
+
+def rows_in_parts(x: Array, parts: int) -> Array:
+    """[B, ...] -> [parts, B / parts, ...]: every `parts`-th row, so that each device's rows stay its own."""
+    return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+
+
+def _balance_report(loads: Array, gate: dict[str, Array]) -> dict[str, Array]:
+    peaks = load_peaks(loads)
+    bias = gate["bias"]
+    return {
+        "load_max": jnp.max(peaks),
+        "load_mean": jnp.mean(peaks),
+        "bias_spread": jnp.max(jnp.max(bias, axis=-1) - jnp.min(bias, axis=-1)),
+    }

@@ -11,8 +11,8 @@ from jax import Array
 from dsv41_jax import model
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import Numerics
-from dsv41_jax.training.data import Windows, evaluation_rows
 from dsv41_jax.training.loss import token_nats
+from dsv41_jax.training.windows import Windows, evaluation_rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -1,0 +1,36 @@
+"""Trains the demo model's backbone on two CPU cores; `configs/demo_drafter.py` comes after it.
+
+Data: python launch/demo_data.py ... --out demo_data (dsv41_jax/demo_model/README.md has the whole recipe).
+"""
+
+from ml_collections import ConfigDict
+
+STEPS = 600
+
+
+def get_config() -> ConfigDict:
+    """The report's rules, with rates and lengths for a model of 9.7 M parameters."""
+    return ConfigDict(
+        {
+            "model": "fresh:configs/demo.py",
+            "tokenizer": "demo_data",
+            "run": "runs/demo_backbone",
+            "export": "runs/demo_backbone_model",
+            "steps": STEPS,
+            "quantize_from": int(0.6 * STEPS),
+            "index_loss": "dense",
+            "objective": {"bias_speed": 0.01},
+            "optimizer": {
+                "peak_rate": 4e-3,
+                "final_rate": 1e-4,
+                "warmup_steps": 40,
+                "schedule_unit": "steps",
+                "decay_start": int(0.5 * STEPS),
+                "decay_end": STEPS,
+                "clip_norm": 1.0,
+            },
+            "data": {"sources": [{"path": "demo_data/train.npy"}], "batch": 16, "length": 256},
+            "evaluation": {"sources": [{"path": "demo_data/heldout.npy"}], "every_steps": 100},
+            "checkpoint": {"every_steps": 100, "keep": 2},
+        }
+    )

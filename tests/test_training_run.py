@@ -1,0 +1,318 @@
+"""Whole runs of the tiny model: resume bit for bit after any end, damaged checkpoints, logs, evaluation, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv41_jax as ds
+from dsv41_jax import distributed
+from dsv41_jax.checkpoint.names import flatten
+from dsv41_jax.training import run as training
+from dsv41_jax.training.checkpoint import Checkpoints
+from dsv41_jax.training.log import Log, read_log
+from dsv41_jax.training.train_settings import TrainSettings
+from processes import Run, free_coordinator
+from tiny_training import tiny_training_config
+from training_run import values, write_inputs
+
+CONFIG = tiny_training_config()
+CHILD = Path(__file__).with_name("training_run.py")
+STEPS = 8
+
+
+def train(folder: Path, **changes) -> None:
+    training.train(TrainSettings.of(values(folder, **changes)), distributed.here())
+
+
+def final(folder: Path, run: str = "run", **changes):
+    """State, data position and step of a run's newest checkpoint."""
+    settings = TrainSettings.of(values(folder, run=str(folder / run), **changes))
+    start = training.find_start(settings)
+    trainer = training.trainer_of(settings, start, None)
+    checkpoints = Checkpoints(folder / run / "checkpoints")
+    found = checkpoints.restore(trainer.abstract_state(start.shapes(None)))
+    checkpoints.close()
+    return found
+
+
+def assert_same(got, want) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got[0], want[0])
+    assert got[1:] == want[1:]
+
+
+def losses(folder: Path, run: str = "run") -> dict[int, tuple[float, float]]:
+    lines = [line for line in read_log(folder / run / "train_log.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})  # each step once
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A folder with inputs and `whole`, a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("training")
+    write_inputs(folder)
+    train(folder, run=str(folder / "whole"), evaluation={"sources": [{"path": str(folder / "heldout.npy")}]})
+    return folder
+
+
+def child(folder: Path, run: str, **changes) -> subprocess.Popen:
+    settings = json.dumps(values(folder, run=str(folder / run), **changes))
+    return subprocess.Popen(
+        [sys.executable, str(CHILD), settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def kill_when(process: subprocess.Popen, ready, number: int) -> str:
+    """Send a signal once `ready()`; returns what it printed."""
+    while process.poll() is None and not ready():
+        time.sleep(0.002)
+    if process.poll() is None:
+        process.send_signal(number)
+    return process.communicate(timeout=120)[0]
+
+
+def logged(folder: Path, run: str) -> int:
+    """The last step in a run's log."""
+    path = folder / run / "train_log.jsonl"
+    return max((line["step"] for line in read_log(path)), default=0) if path.is_file() else 0
+
+
+def test_a_killed_run_goes_on_bit_for_bit(whole):
+    """SIGKILL after the third step, whatever it does then; then SIGTERM, which saves; then to the end."""
+    kill_when(child(whole, "killed"), lambda: logged(whole, "killed") >= 3, signal.SIGKILL)
+    assert 3 <= logged(whole, "killed") < STEPS
+    output = kill_when(child(whole, "killed"), lambda: logged(whole, "killed") >= 5, signal.SIGTERM)
+    if "stopped after step" not in output:  # it may have come too late
+        assert logged(whole, "killed") == STEPS, output
+    train(whole, run=str(whole / "killed"))
+    assert_same(final(whole, "killed"), final(whole, "whole"))
+    assert losses(whole, "killed") == losses(whole, "whole")
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random(whole):
+    """At random moments of a longer run, which writes a checkpoint every step in the background."""
+    changes = {"steps": 60, "checkpoint": {"every_steps": 1}, "log_every": 1}
+    train(whole, run=str(whole / "long"), **changes)
+    generator, kills = random.Random(0), 0
+    while kills < 20:
+        process = child(whole, "random", **changes)
+        start = logged(whole, "random")
+        wanted = start + generator.randrange(1, 4)
+        kill_when(process, lambda wanted=wanted: logged(whole, "random") >= wanted, signal.SIGKILL)
+        kills += 1
+        if logged(whole, "random") >= 60:
+            break
+        if generator.random() < 0.5:  # in the middle of whatever follows a step
+            time.sleep(generator.random() * 0.05)
+    train(whole, run=str(whole / "random"), **changes)
+    assert kills == 20
+    assert_same(final(whole, "random", **changes), final(whole, "long", **changes))
+    assert losses(whole, "random") == losses(whole, "long")
+
+
+@pytest.mark.parametrize("how", ["flipped bit", "short file", "missing file"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(whole, caplog, how):
+    name = how.replace(" ", "_")
+    if not (whole / name).exists():
+        subprocess.run(["cp", "-r", str(whole / "whole"), str(whole / name)], check=True)
+    newest = whole / name / "checkpoints" / str(STEPS)
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    if how == "flipped bit":
+        content[len(content) // 2] ^= 1
+        largest.write_bytes(content)
+    elif how == "short file":
+        largest.write_bytes(content[: len(content) // 2])
+    else:
+        largest.unlink()
+    with caplog.at_level("WARNING"):
+        train(whole, run=str(whole / name))
+    assert f"checkpoint of step {STEPS} is not whole" in caplog.text and largest.name in caplog.text
+    assert (whole / name / "checkpoints" / f"damaged-{STEPS}").is_dir()
+    assert_same(final(whole, name), final(whole, "whole"))
+    assert losses(whole, name) == losses(whole, "whole")
+
+
+def test_no_whole_checkpoint_is_an_error(whole):
+    subprocess.run(["cp", "-r", str(whole / "whole"), str(whole / "all damaged")], check=True)
+    for sums in (whole / "all damaged").rglob("sums.0.json"):
+        sums.write_text(sums.read_text().replace('"files": {', '"files": {"state/gone": "1 00000000", '))
+    with pytest.raises(ValueError, match="no checkpoint is whole .step 8: state/gone is missing; step 6"):
+        train(whole, run=str(whole / "all damaged"))
+
+
+def test_a_run_of_other_settings_is_refused(whole):
+    with pytest.raises(ValueError, match="holds another model, stage or optimizer .* differing: momentum.l0|opt_state"):
+        train(whole, run=str(whole / "whole"), stage="drafter")
+    with pytest.raises(ValueError, match="length"):
+        train(whole, run=str(whole / "whole"), data={"length": 16})
+
+
+def test_two_runs_do_not_share_a_folder(whole):
+    from dsv41_jax.checkpoint.process_lock import hold
+
+    with hold(whole / "whole" / ".lock"), pytest.raises(ValueError, match="another run is at work"):
+        train(whole, run=str(whole / "whole"))
+
+
+def test_the_log_tells_the_run(whole):
+    lines = read_log(whole / "whole" / "train_log.jsonl")
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert len(steps) == STEPS and all(line["dropped"] == 0 for line in steps)
+    assert {"nats", "balance", "index", "load_max", "bias_spread", "tokens_per_s", "padding_share"} <= steps[0].keys()
+    evaluation = next(line for line in lines if line["kind"] == "evaluation")
+    assert evaluation["step"] == STEPS and evaluation["perplexity"] == pytest.approx(
+        np.exp(evaluation["nats"]), rel=1e-5
+    )
+
+
+def test_a_log_is_cut_where_a_run_goes_on(tmp_path):
+    log = Log(tmp_path, 0)
+    for step in (1, 2, 3):
+        log("train", step, loss=float(step))
+    with log.path.open("a") as file:
+        file.write('{"kind": "tra')
+    Log(tmp_path, 2)("train", 3, loss=9.0)
+    assert [(line["step"], line["loss"]) for line in read_log(log.path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+def test_the_first_loss_is_the_models_own_and_the_export_is_served(whole):
+    """Released format in, its exact loss, some steps, released format out: loads, generates, has the trained loss."""
+    folder = whole / "round"
+    changes = {"model": "demo", "tokenizer": None}
+    data = {"sources": [{"path": str(whole / "train.npy")}], "batch": 2, "length": 32}
+    first = {"model": f"fresh:{whole / 'model.json'}", "export": str(folder / "first"), "run": str(folder / "a")}
+    train(whole, **first, steps=2)
+    del changes
+    loaded = ds.load(folder / "first", numerics="float32")
+    again = {"model": str(folder / "first"), "tokenizer": None, "run": str(folder / "b"), "data": data}
+    train(whole, **again, steps=3, numerics="float32", export=str(folder / "second"), index_loss="none")
+    settings = TrainSettings.of(values(whole, **again))
+    from dsv41_jax.training.pipeline import open_pipeline
+
+    start = training.find_start(settings)
+    batch = next(open_pipeline(settings.data, start.config, start.token_map))
+    line = read_log(folder / "b" / "train_log.jsonl")[0]
+    inside = _mean_loss(loaded, batch)
+    assert line["nats"] == pytest.approx(inside, abs=2e-5)  # the log has seven digits
+    trained = ds.load(folder / "second", numerics="float32")
+    assert _mean_loss(trained, batch) < inside
+    del again["run"]
+    state = final(whole, "round/b", **again, steps=3, numerics="float32", index_loss="none")[0]
+    _assert_stored(trained.params, state.params)
+    logits, cache = trained.prefill(batch["token_ids"][:, :12])
+    assert np.isfinite(logits).all() and np.isfinite(trained.decode(cache, np.asarray([5, 6]))[0]).all()
+
+
+def _mean_loss(model: ds.Model, batch: dict) -> float:
+    """By the public `Model.loss`, sample by sample, of what the batch weighs."""
+    total = count = 0.0
+    for ids, targets, segments, weights in zip(
+        *(batch[name] for name in ("token_ids", "targets", "segment_ids", "weights")), strict=True
+    ):
+        for segment in np.unique(segments[weights > 0]):
+            own = np.flatnonzero((segments == segment) & (weights > 0))
+            whole = np.append(ids[own], targets[own[-1]])[None]
+            total, count = total + float(model.loss(whole)) * len(own), count + len(own)
+    return total / count
+
+
+def _assert_stored(stored: dict, masters: dict) -> None:
+    """The exported weights are the masters, as near as their formats come."""
+    exact = dict(flatten(masters))
+    for path, leaf in flatten(stored):
+        wanted = np.asarray(exact[path])
+        error = np.abs(np.asarray(leaf) - wanted).max() / max(np.abs(wanted).max(), 1e-9)
+        assert error <= 0.17, path  # half a step of FP4 at the largest value is 1/6 of it
+
+
+@pytest.mark.slow
+def test_two_processes_resume_bit_for_bit(whole, tmp_path):
+    """Both are killed; rerun they end as a run of two that nothing disturbed."""
+
+    def commands(run: str) -> list[list[str]]:
+        settings = json.dumps(values(whole, run=str(whole / run), mesh="2x1x1"))
+        where = free_coordinator()
+        return [[str(CHILD), settings, where, "2", str(i)] for i in range(2)]
+
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+    with Run(commands("two"), tmp_path / "a", 1) as run:
+        run.all_well(300)
+    with Run(commands("two killed"), tmp_path / "b", 1) as run:
+        deadline = time.monotonic() + 240
+        while logged(whole, "two killed") < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in run.processes:
+            os.kill(process.pid, signal.SIGKILL)
+    with Run(commands("two killed"), tmp_path / "c", 1) as run:
+        run.all_well(300)
+    assert_same(final(whole, "two killed"), final(whole, "two"))
+    assert losses(whole, "two killed") == losses(whole, "two")
+
+
+def test_settings_are_checked_before_anything_heavy(whole, tmp_path):
+    def refused(message: str, **changes) -> None:
+        with pytest.raises((ValueError, TypeError, OSError), match=message):
+            train(whole, **{"run": str(tmp_path / "none"), **changes})
+
+    refused("unknown settings .'stepz'", stepz=3)
+    refused("steps=0: a number from 1", steps=0)
+    refused("stage='all' is unknown", stage="all")
+    refused("numerics='fp8' is unknown", numerics="fp8")
+    refused("no quantisation point is called nothing", unquantized=["nothing"])
+    refused("accumulate=3: data.batch=4", accumulate=3)
+    refused("there is no file", model="fresh:nowhere.json")
+    refused("data: unknown settings", data={"lenght": 3})
+    refused("optimizer: .*decay_end", optimizer={"decay_end": 1})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    refused("already exists", export=str(tmp_path / "full"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_parts_of_a_batch_add_up(whole):
+    train(whole, run=str(whole / "parts"), accumulate=2, numerics="float32", index_loss="none", steps=1)
+    train(whole, run=str(whole / "one"), numerics="float32", index_loss="none", steps=1)
+    one, parts = losses(whole, "one")[1], losses(whole, "parts")[1]
+    np.testing.assert_allclose(parts, one, rtol=2e-5)
+
+
+@pytest.mark.parametrize("stage", ["drafter", "joint"])
+def test_other_stages_train_their_part(whole, stage):
+    start = {"numerics": "float32", "steps": 1, "index_loss": "none"}
+    train(whole, run=str(whole / stage), stage=stage, **start)
+    settings = TrainSettings.of(values(whole, stage=stage, **start))
+    before = dict(flatten(training.find_start(settings).params(settings.seed, None)))
+    after = dict(flatten(final(whole, stage, stage=stage, **start)[0].params))
+    moved = {path[0] for path, leaf in after.items() if np.any(np.asarray(leaf) != np.asarray(before[path]))}
+    assert "mtp" in moved and ({"layers", "embed", "engram"} <= moved) == (stage == "joint")
+    if stage == "drafter":
+        assert moved == {"mtp"}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(whole, monkeypatch):
+    def broken(config, key):
+        params = init(config, key)
+        params["norm"]["weight"] = jnp.full_like(params["norm"]["weight"], jnp.nan)
+        return params
+
+    from dsv41_jax.training import start
+
+    init = start.init_params
+    monkeypatch.setattr(start, "init_params", broken)
+    with pytest.raises(FloatingPointError, match="step 1: the loss is not finite"):
+        train(whole, run=str(whole / "broken"), numerics="float32", steps=2, index_loss="none")
