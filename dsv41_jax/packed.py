@@ -111,11 +111,6 @@ class PackedSamples:
         rows = attention.window_rows(y, *self.angles(run.ratio > 0))
         return state, quant.fake_q8(rows) if self.numerics.quantizes("window_kv") else rows
 
-    def window_mask(self, run: Run) -> Array:
-        """bool [B, T, T]: the keys of each query's window."""
-        places = jnp.arange(self.positions.shape[1])
-        return (places >= self.window_first[run.decoder][..., None]) & (places <= places[:, None])
-
     def add_entries(self, state: dict, compressor: Compressor, params: Params, y: Array, slot: int) -> dict:
         """See `blocks.KeyStore`. Index keys are made from constant latents: only the index loss trains them."""
         ratio = compressor.ratio
@@ -193,12 +188,10 @@ class PackedSamples:
     ) -> Array:
         """See `blocks.KeyStore`."""
         main_kv = None if selection is None else state[run.ratio, slot][0]
-        if self.long:
-            first, sink, width = self.window_first[run.decoder], attention.attn_sink, self.config.sliding_window
-            options = (width, self.numerics, self.options.temporary_bytes)
-            return training.attend(q, window, first, main_kv, selection, sink, *options)
-        chosen = None if selection is None else self._selected_mask(run, selection)
-        return checkpoint_name(attention.attend(q, window, self.window_mask(run), main_kv, chosen), training.KEPT)
+        chosen = selection if self.long or selection is None else self._selected_mask(run, selection)
+        first, sink, width = self.window_first[run.decoder], attention.attn_sink, self.config.sliding_window
+        options = (width, self.numerics, self.options.temporary_bytes)
+        return training.attend(q, window, first, main_kv, chosen, sink, *options)
 
     def index_loss(
         self,
@@ -221,7 +214,9 @@ class PackedSamples:
         size, t = self.positions.shape[1], self.positions.shape[1]
         if self.long:
             n = selected.shape[-1] if gathered else main_kv.shape[1]
-            query_bytes = training.attention_bytes(q, width, n) + self._scoring_bytes(index_key[:, :n], queries)
+            query_bytes = training.attention_bytes(q, width, n, gathered) + self._scoring_bytes(
+                index_key[:, :n], queries
+            )
             size = training.tile_size(t, query_bytes, self.options.temporary_bytes)
         padded = training.pad_window(window, size, width)
 

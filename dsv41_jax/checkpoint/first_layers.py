@@ -121,7 +121,8 @@ def run_first_layers(
         rows, _ = EngramHasher(config, token_map)(ids)
         for i, layer in enumerate(config.engram_layer_ids):
             memory[f"l{layer}"] = jnp.asarray(part.engram_table(layer, "mmap", numerics.dtype).rows(rows[i]))
-    forward = jax.jit(functools.partial(model.forward, config, numerics, options=ForwardOptions(attention_inputs=True)))
+    options = ForwardOptions(rolled=False, attention_inputs=True)
+    forward = jax.jit(functools.partial(model.forward, config, numerics, options=options))
     hidden, notes = forward(params, jnp.asarray(place.reshape(ids.shape), jnp.int32), memory)
     reports = [
         LayerReport(

@@ -21,7 +21,7 @@ from dsv41_jax.numerics import Numerics, einsum_f32
 from dsv41_jax.tiles import by_query_tiles
 
 KEPT = "attention"  # the name under which remat can keep what the backward pass reads
-_LEAST_TILE, _LARGEST_TILE = 8, 128
+_LEAST_TILE, _LARGEST_TILE = 8, 64
 
 
 def tile_size(tokens: int, query_bytes: float, temporary_bytes: int) -> int:
@@ -30,11 +30,11 @@ def tile_size(tokens: int, query_bytes: float, temporary_bytes: int) -> int:
     return min(tokens, max(_LEAST_TILE, min(_LARGEST_TILE, most)))
 
 
-def attention_bytes(q: Array, window_size: int, entries: int) -> float:
+def attention_bytes(q: Array, window_size: int, entries: int, gathered: bool) -> float:
     """Bytes of temporary arrays of a query of q [B, T, H, d] that attends to so many entries."""
     b, _, heads, dim = q.shape
     # Gathered values and their gradients; logits, probabilities, and their gradients.
-    return 4.0 * b * (3 * entries * dim + 4 * heads * (entries + window_size + _LARGEST_TILE))
+    return 4.0 * b * (3 * entries * dim * gathered + 4 * heads * (entries + window_size + _LARGEST_TILE))
 
 
 def pad_window(window_kv: Array, size: int, width: int) -> Array:
@@ -66,7 +66,7 @@ def attend(
     window_kv: Array,
     window_first: Array,
     entries: Array | None,
-    selection: Array | None,
+    chosen: Array | None,
     sink: Array,
     width: int,
     numerics: Numerics,
@@ -78,13 +78,14 @@ def attend(
         q: [B, T, H, d]. sink: float32 [H].
         window_kv: [B, T, d], the key of each token; window_first: int32 [B, T], place of the first one that a query
             sees, more than `width` before its own never. The last one is its own.
-        entries: [B, N, d] with selection int32 [B, T, K], -1 for none; or None, None.
+        entries: [B, N, d] with chosen, or None, None. chosen: numbers int32 [B, T, K], -1 for none, whose entries are
+            gathered; or a mask bool [B, T, N] over all: faster where N is small, and its gradient needs no scatter.
         width: of the window. temporary_bytes: budget of a tile's temporary arrays.
 
     Returns:
         [B, T, H, d] in the activation dtype.
     """
-    return _forward(q, window_kv, window_first, entries, selection, sink, width, numerics, temporary_bytes)[0]
+    return _forward(q, window_kv, window_first, entries, chosen, sink, width, numerics, temporary_bytes)[0]
 
 
 # Einsums of logits, values and key gradients, for keys shared by the queries of a tile and for gathered ones.
@@ -92,11 +93,13 @@ _SHARED = ("bthd,bnd->bthn", "bthn,bnd->bthd", "bthn,bthd->bnd")
 _GATHERED = ("bthd,btnd->bthn", "bthn,btnd->bthd", "bthn,bthd->btnd")
 
 
-def _parts(near: tuple[Array, Array], entries: Array | None, selection: Array | None) -> list[tuple]:
+def _parts(near: tuple[Array, Array], entries: Array | None, chosen: Array | None) -> list[tuple]:
     """Einsums, keys and mask bool [B, t, n] of a tile's window and of its entries."""
     parts = [(_SHARED, *near)]
-    if selection is not None:
-        parts.append((_GATHERED, gather(entries, selection), selection >= 0))
+    if chosen is not None and chosen.dtype == bool:
+        parts.append((_SHARED, entries, chosen))
+    elif chosen is not None:
+        parts.append((_GATHERED, gather(entries, chosen), chosen >= 0))
     return parts
 
 
@@ -107,17 +110,18 @@ def _logits(q: Array, part: tuple) -> Array:
     return jnp.where(mask[:, :, None], einsum_f32(scores, q, keys) * scale, -jnp.inf)
 
 
-def _sizes(q: Array, selection: Array | None, width: int, temporary_bytes: int) -> int:
-    chosen = 0 if selection is None else selection.shape[-1]
-    return tile_size(q.shape[1], attention_bytes(q, width, chosen), temporary_bytes)
+def _tile(q: Array, chosen: Array | None, width: int, temporary_bytes: int) -> int:
+    masked = chosen is not None and chosen.dtype == bool
+    query_bytes = attention_bytes(q, width, 0 if chosen is None else chosen.shape[-1], not masked)
+    return tile_size(q.shape[1], query_bytes, temporary_bytes)
 
 
-def _forward(q, window_kv, window_first, entries, selection, sink, width, numerics, temporary_bytes):
-    size = _sizes(q, selection, width, temporary_bytes)
+def _forward(q, window_kv, window_first, entries, chosen, sink, width, numerics, temporary_bytes):
+    size = _tile(q, chosen, width, temporary_bytes)
     padded = pad_window(window_kv, size, width)
 
-    def tile(number: Array, q: Array, first: Array, selection: Array | None) -> tuple[Array, Array]:
-        parts = _parts(tile_window(padded, number, first, size, width), entries, selection)
+    def tile(number: Array, q: Array, first: Array, chosen: Array | None) -> tuple[Array, Array]:
+        parts = _parts(tile_window(padded, number, first, size, width), entries, chosen)
         logits = [_logits(q, part) for part in parts]
         peak = jnp.stack([jnp.max(part, axis=-1) for part in logits]).max(axis=0)
         peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
@@ -129,28 +133,28 @@ def _forward(q, window_kv, window_first, entries, selection, sink, width, numeri
             out = out + einsum_f32(values, numerics.round(p), keys)
         return numerics.round(out / total[..., None]), peak + jnp.log(total)
 
-    return by_query_tiles(tile, size, q, window_first, selection)
+    return by_query_tiles(tile, size, q, window_first, chosen)
 
 
-def _forward_rule(q, window_kv, window_first, entries, selection, sink, width, numerics, temporary_bytes):
-    out, log_sum = _forward(q, window_kv, window_first, entries, selection, sink, width, numerics, temporary_bytes)
+def _forward_rule(q, window_kv, window_first, entries, chosen, sink, width, numerics, temporary_bytes):
+    out, log_sum = _forward(q, window_kv, window_first, entries, chosen, sink, width, numerics, temporary_bytes)
     out, log_sum = checkpoint_name(out, KEPT), checkpoint_name(log_sum, KEPT)
-    return out, (q, window_kv, window_first, entries, selection, sink, out, log_sum)
+    return out, (q, window_kv, window_first, entries, chosen, sink, out, log_sum)
 
 
 def _backward_rule(width: int, numerics: Numerics, temporary_bytes: int, kept: tuple, d_out: Array) -> tuple:
-    q, window_kv, window_first, entries, selection, sink, out, log_sum = kept
-    size = _sizes(q, selection, width, temporary_bytes)
+    q, window_kv, window_first, entries, chosen, sink, out, log_sum = kept
+    size = _tile(q, chosen, width, temporary_bytes)
     padded = pad_window(window_kv, size, width)
     scale = jnp.float32(q.shape[-1] ** -0.5)
     b, t = q.shape[:2]
 
     def tile(sums: Any, parts: tuple) -> tuple[Any, Array]:
         d_window, d_entries, d_sink = sums
-        number, q, first, selection, out, log_sum, d_out = parts
+        number, q, first, chosen, out, log_sum, d_out = parts
         inner = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # do . o, [B, t, H]
         d_q, d_keys = jnp.zeros(q.shape, jnp.float32), []
-        for part in _parts(tile_window(padded, number, first, size, width), entries, selection):
+        for part in _parts(tile_window(padded, number, first, size, width), entries, chosen):
             (scores, values, back), keys, _ = part
             p = jnp.exp(_logits(q, part) - log_sum[..., None])
             d_logits = p * (einsum_f32(scores, d_out, keys) - inner[..., None]) * scale
@@ -160,8 +164,10 @@ def _backward_rule(width: int, numerics: Numerics, temporary_bytes: int, kept: t
         begin = (0, number * size, 0)
         own = jax.lax.dynamic_slice(d_window, begin, d_keys[0].shape) + d_keys[0]
         d_window = jax.lax.dynamic_update_slice(d_window, own, begin)
-        if selection is not None:
-            place = jnp.where(selection < 0, d_entries.shape[1], selection)
+        if chosen is not None and chosen.dtype == bool:
+            d_entries = d_entries + d_keys[1]
+        elif chosen is not None:
+            place = jnp.where(chosen < 0, d_entries.shape[1], chosen)
             d_entries = jax.vmap(lambda total, at, d: total.at[at].add(d, mode="drop"))(d_entries, place, d_keys[1])
         d_sink = d_sink - jnp.sum(jnp.exp(sink.astype(jnp.float32) - log_sum) * inner, axis=(0, 1))
         return (d_window, d_entries, d_sink), d_q.astype(q.dtype)
@@ -172,7 +178,7 @@ def _backward_rule(width: int, numerics: Numerics, temporary_bytes: int, kept: t
         padding = [(0, 0), (0, -t % size)] + [(0, 0)] * (x.ndim - 2)
         return jnp.moveaxis(jnp.pad(x, padding).reshape(b, -1, size, *x.shape[2:]), 1, 0)
 
-    parts = [split(x) for x in (q, window_first, selection, out, log_sum, d_out)]
+    parts = [split(x) for x in (q, window_first, chosen, out, log_sum, d_out)]
     zeros = (
         jnp.zeros(padded.shape, jnp.float32),
         None if entries is None else jnp.zeros(entries.shape, jnp.float32),
