@@ -39,7 +39,7 @@ def trained_capacity(pairs: int, devices: int, width: int) -> int:
     return min(round_capacity(pairs, devices), max(_LEAST_CAPACITY, most))
 
 
-class _Trips(NamedTuple):
+class Trips(NamedTuple):
     """Which pairs travel in a round.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Trips(NamedTuple):
     sizes: Array
 
 
-class _Rounds:
+class Rounds:
     """The pairs of this device, by the device of their expert."""
 
     def __init__(self, parallel: Parallel, share: int, experts: Array, capacity: int):
@@ -73,16 +73,16 @@ class _Rounds:
         """Rounds until nothing is left on any device: int32 []."""
         return jax.lax.pmax(jnp.max(-(-self.count // self.capacity)), AXES)
 
-    def trips(self, number: Array | int) -> _Trips:
+    def trips(self, number: Array | int) -> Trips:
         pairs, places = self.flat.shape[0], self.parallel.devices * self.capacity
         place = self.rank - number * self.capacity
         now = (place >= 0) & (place < self.capacity)
         slot = jnp.where(now, self.owner * self.capacity + place, places)
         pair = jnp.full(places, pairs, jnp.int32).at[slot].set(jnp.arange(pairs), mode="drop")
         sizes = jnp.clip(self.count - number * self.capacity, 0, self.capacity)
-        return _Trips(slot, jnp.minimum(pair, pairs - 1), pair < pairs, sizes)
+        return Trips(slot, jnp.minimum(pair, pairs - 1), pair < pairs, sizes)
 
-    def send(self, trips: _Trips, rows: Array, weights: Array) -> tuple[Array, Array, Array]:
+    def send(self, trips: Trips, rows: Array, weights: Array) -> tuple[Array, Array, Array]:
         """Rows [n, D] and weights [n, k] of the round's pairs, to the devices of their experts.
 
         Returns:
@@ -95,12 +95,12 @@ class _Rounds:
         weight = _exchange(self.parallel, weight, 0, trips.sizes)
         return x, expert[:, None], weight[:, None]
 
-    def send_rows(self, trips: _Trips, rows: Array) -> Array:
+    def send_rows(self, trips: Trips, rows: Array) -> Array:
         """Rows [n, D] of the round's pairs -> [places, D] of the pairs received."""
         sent = jnp.where(trips.real[:, None], rows[trips.pair // self.k], jnp.zeros((), rows.dtype))
         return _exchange(self.parallel, sent, 0, trips.sizes)
 
-    def arriving(self, trips: _Trips) -> Array:
+    def arriving(self, trips: Trips) -> Array:
         """How many of each bucket received are real, where the exchange asks: int32 [devices]."""
         if self.parallel.dispatch == "ragged":
             return jax.lax.all_to_all(trips.sizes, AXES, 0, 0, tiled=True)
@@ -110,7 +110,7 @@ class _Rounds:
         """Something of the pairs received [places, ...], to where the pairs came from."""
         return _exchange(self.parallel, x, 0, sizes)
 
-    def sum_slots(self, trips: _Trips, x: Array, dtype: jnp.dtype) -> Array:
+    def sum_slots(self, trips: Trips, x: Array, dtype: jnp.dtype) -> Array:
         """Of pairs' x [places, ...], the sum over each token's pairs in this round: [n, ...]."""
         slots = trips.slot.reshape(-1, self.k)
         return sum(x.at[slots[:, i]].get(mode="fill", fill_value=0).astype(dtype) for i in range(self.k))
@@ -119,7 +119,7 @@ class _Rounds:
 def in_rounds(parallel: Parallel, share: int, rows: Array, experts: Array, weights: Array, compute: Compute) -> Array:
     """Outputs [n, k, D] of the chosen experts of rows [n, D]."""
     n, k = experts.shape
-    rounds = _Rounds(parallel, share, experts, round_capacity(n * k, parallel.devices))
+    rounds = Rounds(parallel, share, experts, round_capacity(n * k, parallel.devices))
 
     def one_round(number: Array | int, out: Array) -> Array:
         trips = rounds.trips(number)
@@ -169,9 +169,9 @@ def trained_rounds(
     return jax.lax.fori_loop(0, rounds.needed(), one_round, state)
 
 
-def _trained(parallel: Parallel, share: int, rows: Array, experts: Array) -> _Rounds:
+def _trained(parallel: Parallel, share: int, rows: Array, experts: Array) -> Rounds:
     capacity = trained_capacity(experts.size, parallel.devices, rows.shape[1])
-    return _Rounds(parallel, share, experts, capacity)
+    return Rounds(parallel, share, experts, capacity)
 
 
 def _rounds_forward(parallel, share, compute, rows, experts, weights, matrices):

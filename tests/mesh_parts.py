@@ -68,8 +68,8 @@ def biased(params: dict, bias: np.ndarray) -> dict:
 
 
 def imbalance() -> None:
-    """Whatever the load, `all_to_all` and `gather` differ from one device by the order of a float32 sum: tiles have other
-    heights, for which some CPUs multiply in another order.
+    """Whatever the load, `all_to_all` and `gather` differ from one device by the order of a float32 sum: tiles have
+    other heights, for which some CPUs multiply in another order.
     """
     x = jax.random.normal(jax.random.key(1), (ROWS, TOKENS, HIDDEN))
     loads = {
