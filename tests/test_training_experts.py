@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv41_jax.aot import compile_for
 from dsv41_jax.moe import MoE
 from dsv41_jax.numerics import FLOAT32, QUANTIZED_TRAINING, QUANTIZED_TRAINING_BF16
 from dsv41_jax.router_notes import IMAGE, TEXT, TokenFacts, modality_loads, sequence_balance
@@ -76,6 +77,17 @@ def test_the_kernels_of_tpus_compute_the_same():
     with mock.patch.multiple(training, _loop_forward=interpreted["forward"], _loop_backward=interpreted["backward"]):
         # bf16 gradients have steps of 2^-8 of their value; the two sum and round at different points.
         assert_near(value_and_grads(training.experts, options), wanted, 2.0**-6)
+
+
+def test_the_kernels_compile_for_a_tpu():
+    options, spec = training.Options(LIMIT, QUANTIZED_TRAINING_BF16), jax.ShapeDtypeStruct
+    matrices = training.Matrices(*(spec((2, *shape), jnp.float32) for shape in ((128, 256), (128, 256), (256, 128))))
+    inputs = spec((512, 256), jnp.bfloat16), spec((512, 1), jnp.int32), spec((512, 1), jnp.float32), matrices
+    gradient = jax.grad(lambda *a: jnp.sum(training.experts(options, *a)[0]), argnums=(0, 2, 3))
+    text = compile_for("v5e", gradient, *inputs).as_text()
+    assert (
+        text.count('custom_call_target="tpu_custom_call"') == 5
+    )  # gate and up again, and two gradients of each product
 
 
 def test_matrices_are_not_copied_for_each_tile():

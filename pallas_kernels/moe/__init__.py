@@ -1,6 +1,7 @@
 """Routed experts: grouped matmuls of weights stored in FP4, FP8 or bf16.
 
     experts   every chosen expert of every token
+    training  the same from float32 matrices, with a gradient: a loop in XLA, or on TPUs JAX's own grouped matmuls
     pack      released FP4 weights in the layout the kernels read; `as_fp8`, `as_bf16`: wider storages
 
 Storages of a matrix stacked over layers, logically [L, E, N, K]:
