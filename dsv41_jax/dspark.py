@@ -23,6 +23,7 @@ from dsv41_jax.linear import Linear
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, project_rows
 from dsv41_jax.rope import angles, layer_frequencies
+from dsv41_jax.router_notes import TokenFacts
 from dsv41_jax.vocabulary import by_vocabulary, embed_ids, logits_of
 
 
@@ -73,6 +74,7 @@ def draft_hidden(
     start: Array,
     window_kv: Callable[[Array], Array],
     window_mask: Array,
+    facts: TokenFacts | None = None,
 ) -> Array:
     """Hidden states of one round.
 
@@ -80,6 +82,7 @@ def draft_hidden(
         anchor: int32 [B], the token at position start [B]; noise tokens follow it.
         window_kv: draft block m -> its keys of earlier positions [B, n, d] (for kernels, as the ring stores them);
             window_mask bool [B, n].
+        facts: of the round's tokens, in training: then the experts have a gradient on any mesh.
 
     Returns:
         [B, block, D], collapsed and not normed.
@@ -114,7 +117,7 @@ def draft_hidden(
                 o = module.apply(variables, q, keys, mask, None, None, method="attend")
             return module.apply(variables, o, cos, sin, method="output")
 
-        x, pre, _ = block(config, numerics, layer, *carry, attention, None, draft=True)
+        x, pre, _ = block(config, numerics, layer, *carry, attention, None, draft=True, facts=facts)
         return (x, pre), None
 
     (x, pre), _ = jax.lax.scan(draft_block, (x, pre), jnp.arange(config.n_draft))

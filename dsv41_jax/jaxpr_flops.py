@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from pallas_kernels.flops import BF16, F32, FP4, FP8, ONE_HOT_SCOPE, PRECISIONS, KernelCall, kernel_flops
+from pallas_kernels.flops import BF16, F32, FP4, FP8, MEGABLOX, ONE_HOT_SCOPE, PRECISIONS, KernelCall, kernel_flops
 
 KINDS = ("matmul", "convolution")
 ONE_HOT = "one_hot"  # products that only move values, see `ONE_HOT_SCOPE`
@@ -165,7 +165,8 @@ def _kernel(equation: JaxprEqn, facts: _Facts) -> dict[str, float]:
 
     bounds = equation.params["grid_mapping"].num_dynamic_grid_bounds  # come before the arrays
     inputs, outputs = described(equation.invars[bounds:]), described(equation.outvars)
-    return kernel_flops(KernelCall(equation.params["name"], inputs, outputs, facts.expert_rows))
+    name = equation.params["name"] or MEGABLOX  # JAX's own grouped matmuls are the only kernels here without a name
+    return kernel_flops(KernelCall(name, inputs, outputs, facts.expert_rows))
 
 
 def _precision(equation: JaxprEqn) -> str:

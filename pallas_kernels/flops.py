@@ -21,6 +21,8 @@ FP4, FP8, BF16, F32 = PRECISIONS = ("fp4", "fp8", "bf16", "f32")
 # `jax.named_scope` around products with zeros and ones that only move values: a gather that the matrix unit does.
 ONE_HOT_SCOPE = "one_hot"
 
+MEGABLOX = "megablox"  # JAX's grouped matmuls of training, which give their calls no name
+
 Counts = dict[str, float]
 
 
@@ -56,6 +58,16 @@ def kernel_flops(call: KernelCall) -> Counts:
 def _nothing(call: KernelCall) -> Counts:
     """Selecting, writing caches, spreading and adding: no product of matrices."""
     return {}
+
+
+def _megablox(call: KernelCall) -> Counts:
+    """Grouped matmuls of training: rows [m, K] by each group's matrix -> [m, N], or the gradient of the matrices [E, K,
+    N] from [m, K] and [m, N].
+    """
+    left, right, out = call.inputs[-2].shape, call.inputs[-1].shape, call.outputs[0].shape
+    rows = left[0] if call.expert_rows is None else call.expert_rows
+    columns = out[1] if len(out) == 2 else right[1]
+    return {BF16: 2 * rows * left[1] * columns}
 
 
 def _sparse_attention(call: KernelCall) -> Counts:
@@ -123,6 +135,7 @@ def _mix(call: KernelCall) -> Counts:
 
 
 COUNTS: dict[str, Callable[[KernelCall], Counts]] = {
+    MEGABLOX: _megablox,
     "sparse_attention": _sparse_attention,
     "indexer_scores": _index_scores,
     "index_scores": _index_scores,

@@ -72,7 +72,8 @@ class PlannedStep:
     def flops(self) -> dict[str, float]:
         """FLOPs of one device by precision, with as many rows for its experts as uniform routing gives."""
         chosen = self.request.batch * self.request.tokens * self.config.num_experts_per_tok
-        return accounting.jaxpr_work(self.traced.jaxpr, expert_rows=chosen / self.machine.devices, while_trips=0)
+        rounds = 1 if self.request.phase == "train" else 0  # serving's first round is outside of its loop
+        return accounting.jaxpr_work(self.traced.jaxpr, expert_rows=chosen / self.machine.devices, while_trips=rounds)
 
     @property
     def weighted(self) -> tuple[float, float] | None:

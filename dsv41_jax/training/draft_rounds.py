@@ -12,6 +12,7 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.layer_loop import pick
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.packed import sample_positions
+from dsv41_jax.router_notes import TokenFacts
 
 
 class DraftRounds:
@@ -56,7 +57,10 @@ class DraftRounds:
 
         windows = jnp.stack([window(m) for m in range(config.n_draft)])
         first = self.previous[:, 0]
-        hidden = dspark.draft_hidden(config, numerics, params, first, self.start, lambda m: pick(windows, m), mask)
+        facts = TokenFacts(jnp.zeros(self.targets.shape, jnp.int32), jnp.ones(self.targets.shape, jnp.float32))
+        hidden = dspark.draft_hidden(
+            config, numerics, params, first, self.start, lambda m: pick(windows, m), mask, facts
+        )
         embedding, bias = dspark.markov(config, numerics, params, self.previous)
         logits = dspark.base_logits(config, numerics, params, hidden) + bias
         return logits, dspark.confidence(params, hidden, embedding)

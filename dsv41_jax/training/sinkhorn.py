@@ -153,6 +153,56 @@ def update_rows(
     return table, momentum.at[ids].set(new.astype(momentum.dtype), mode="drop")
 
 
+def update_visited_rows(
+    table: Array,
+    momentum: Array,
+    visit: Callable[[Callable[[Array, Array, Array], Array], Array], Array],
+    rate: Array | float,
+    settings: OptimizerSettings,
+    *,
+    rows: int,
+    axes: str | Sequence[str],
+    apply: Array | bool = True,
+    tile: int | None = None,
+) -> tuple[Array, Array]:
+    """`update_rows` where the gradients of a device's rows never are in its memory together.
+
+    Args:
+        table, momentum: this device's rows, float32.
+        visit: `visit(body, x)` returns x after x = body(x, own row ids [m], gradients [m, width]) for one batch of
+            gradients after another; an id past the rows stands for none. It is called twice.
+        rows, axes, rate, settings, apply, tile: see `update_rows`.
+
+    Returns:
+        (table, momentum). The gradients are put into the momentum and taken out of it by addition: rows that have one
+        carry its rounding, a part in 10^7.
+    """
+    share, width = table.shape
+    tile = min(share, tile or max(1, TILE_NUMBERS // width))
+    beta = settings.sinkhorn_momentum
+    decay, rate = jnp.where(apply, beta, 1.0), jnp.where(apply, rate, 0.0)
+
+    def added(factor: float) -> Callable[[Array, Array, Array], Array]:
+        def body(x: Array, ids: Array, gradients: Array) -> Array:
+            return x.at[ids].add(jnp.where(apply, factor * gradients, 0.0), mode="drop")
+
+        return body
+
+    def total(x: Array) -> Array:
+        return lax.psum(x, axes)
+
+    extra = (1 - beta) / beta  # of A / beta over M
+    momentum, _ = _decayed(momentum, decay, tile)
+    momentum = visit(added(1 - beta + extra), momentum)
+    momentum, norms = _decayed(momentum, jnp.float32(1), tile)
+    kept = norms > settings.sinkhorn_threshold * total(jnp.sum(norms)) / rows
+    row = jnp.where(kept, _inverse(norms, settings.epsilon / beta), 0.0)
+    row, column = _balance(momentum, row, total, settings, tile)
+    scale = rate * settings.table_rate * settings.update_rms * width**0.5
+    table = _moved(table, momentum, row, column, scale, settings, tile)
+    return table, visit(added(-extra), momentum)
+
+
 def _over_tiles(rows: int, tile: int, body: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
     """body(first row, which of its rows are new [tile, 1], carry) for tile after tile; the last one begins early enough
     to be whole.

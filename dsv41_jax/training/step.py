@@ -23,7 +23,8 @@ from dsv41_jax.training.optimizer_settings import OptimizerSettings
 from dsv41_jax.training.schedule import Schedule
 from dsv41_jax.training.spikes import judge, keep
 from dsv41_jax.training.state import TrainState, merge, new_state, split, state_shardings
-from dsv41_jax.training.table_step import sparse_norm, table_gradients, update_table
+from dsv41_jax.training.table_rounds import fetch_rows
+from dsv41_jax.training.table_step import gathers, sparse_norm, table_gradients, update_table
 
 Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
 
@@ -204,7 +205,11 @@ class Trainer:
             return gather_rows({"weight": table}, ids, FLOAT32)
         specs = sharding.param_specs({"engram": {"l0": {"embed": {"weight": table}}}}, sharding.layout_of(self.mesh))
 
+        together = gathers(self, ids.size, table.shape[1])
+
         def local(table: Array, ids: Array) -> Array:
+            if not together:
+                return fetch_rows(self.parallel, table, ids)
             return gather_rows({"weight": table}, ids, FLOAT32.spread(self.parallel))
 
         of_table = specs["engram"]["l0"]["embed"]["weight"]

@@ -1,5 +1,9 @@
-"""Engram tables in a step: their gradients come as rows, and go to the devices that hold those rows."""
+"""Engram tables in a step: their gradients come as rows, and go to the devices that hold those rows.
 
+On a mesh either every device gets all of them and keeps its own, where they are few, or they travel in rounds.
+"""
+
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -9,10 +13,19 @@ from jax.sharding import PartitionSpec as Spec
 
 from dsv41_jax import sharded_step, sharding
 from dsv41_jax.parallel import AXES
-from dsv41_jax.training.sinkhorn import sum_duplicates, update_rows
+from dsv41_jax.training.sinkhorn import sum_duplicates, update_rows, update_visited_rows
+from dsv41_jax.training.table_rounds import visit_rows
 
 if TYPE_CHECKING:
     from dsv41_jax.training.step import Trainer
+
+
+GATHER_BYTES = 64 << 20  # of the gradients of all devices together; more travel in rounds
+
+
+def gathers(trainer: "Trainer", ids: int, width: int) -> bool:
+    """Whether every device is given all row gradients of a step, `ids` of them on all devices together."""
+    return 4 * ids * width <= GATHER_BYTES
 
 
 def table_gradients(memory: dict[str, Array], by_row: dict[str, Array], parts: int) -> dict[str, tuple[Array, Array]]:
@@ -41,13 +54,19 @@ def _of_all(trainer: "Trainer", ids: Array, gradients: Array) -> tuple[Array, Ar
 
 
 def sparse_norm(trainer: "Trainer", name: str, ids: Array, gradients: Array) -> Array:
-    """Square of the norm of a table's gradient; gradients of the same row are summed first."""
+    """Square of the norm of a table's gradient; gradients of the same row are summed first, those that travel in rounds
+    by device only.
+    """
     rows = trainer.table_rows(name)
     if trainer.mesh is None:
         return jnp.sum(jnp.square(sum_duplicates(*_flat(ids, gradients), rows)[1]))
     share = -(-rows // trainer.mesh.size)
+    together = gathers(trainer, ids.size, gradients.shape[-1])
 
     def local(ids: Array, gradients: Array) -> Array:
+        if not together:
+            own = sum_duplicates(*_flat(ids, gradients), rows)[1]
+            return jax.lax.psum(jnp.sum(jnp.square(own)), trainer.parallel.token_axes)
         ids, gradients = _of_all(trainer, ids, gradients)
         own = sum_duplicates(ids - jax.lax.axis_index(AXES) * share, gradients, share)[1]
         return jax.lax.psum(jnp.sum(jnp.square(own)), AXES)
@@ -71,7 +90,16 @@ def update_table(
     if trainer.mesh is None:
         return update_rows(table, momentum, *_flat(ids, gradients), rate, settings, apply=taken)
 
+    together = gathers(trainer, ids.size, gradients.shape[-1])
+
     def local(table: Array, momentum: Array, ids: Array, gradients: Array, rate: Array, taken: Array):
+        if not together:
+            share, flat = len(table), _flat(ids, gradients)
+
+            def visit(body: Callable[[Array, Array, Array], Array], x: Array) -> Array:
+                return visit_rows(trainer.parallel, share, *flat, body, x)
+
+            return update_visited_rows(table, momentum, visit, rate, settings, rows=rows, axes=AXES, apply=taken)
         return update_rows(
             table,
             momentum,
