@@ -5,7 +5,7 @@ Data: python launch/demo_data.py ... --out demo_data (dsv41_jax/demo_model/READM
 
 from ml_collections import ConfigDict
 
-STEPS = 800
+STEPS = 1500
 
 
 def get_config() -> ConfigDict:
@@ -23,14 +23,14 @@ def get_config() -> ConfigDict:
             "optimizer": {
                 "peak_rate": 4e-3,
                 "final_rate": 1e-4,
-                "warmup_steps": 40,
+                "warmup_steps": 60,
                 "schedule_unit": "steps",
                 "decay_start": int(0.45 * STEPS),
                 "decay_end": STEPS,
                 "clip_norm": 1.0,
             },
-            "data": {"sources": [{"path": "demo_data/train.npy"}], "batch": 16, "length": 256, "replay_probability": 0.2},
-            "evaluation": {"sources": [{"path": "demo_data/heldout.npy"}], "every_steps": 100},
-            "checkpoint": {"every_steps": 100, "keep": 2},
+            "data": {"sources": [{"path": "demo_data/train.npy"}], "batch": 8, "length": 256, "replay_probability": 0.2},
+            "evaluation": {"sources": [{"path": "demo_data/heldout.npy"}], "every_steps": 150},
+            "checkpoint": {"every_steps": 150, "keep": 2},
         }
     )
