@@ -55,17 +55,17 @@ def _forward(options: Options, x: Array, chosen: Array, weights: Array, matrices
     groups = _groups(options, chosen, matrices)
     arguments = options, x, place_weights(weights, groups), groups, *_operands(matrices, options.numerics)
     run = training_tpu.forward if _by_kernels(options, groups, matrices) else _loop_forward
-    return run(*arguments), (x, chosen, weights, matrices)
+    return run(*arguments), (x, weights, matrices, groups._replace(height=None))  # a number is no array
 
 
 def _backward(options: Options, saved: tuple, cotangents: tuple):
-    x, chosen, weights, matrices = saved
-    groups = _groups(options, chosen, matrices)
+    x, weights, matrices, groups = saved
+    groups = groups._replace(height=groups.source.shape[0] // groups.expert.shape[0])
     arguments = options, x, place_weights(weights, groups), groups, *_operands(matrices, options.numerics)
     run = training_tpu.backward if _by_kernels(options, groups, matrices) else _loop_backward
     d_x, d_weight, d_w13, d_w2 = run(*arguments, options.numerics.round(cotangents[0]))
     d_weights = d_weight.reshape(-1).at[groups.position].get(mode="fill", fill_value=0)
-    no_gradient = np.zeros(chosen.shape, jax.dtypes.float0)
+    no_gradient = np.zeros(weights.shape, jax.dtypes.float0)
     d_w1, d_w3 = jnp.split(d_w13, 2, axis=1)
     return d_x.astype(x.dtype), no_gradient, d_weights, Matrices(d_w1, d_w3, d_w2)
 
