@@ -4,7 +4,7 @@ import dataclasses
 
 from dsv41_jax.tiles import TEMPORARY_BYTES
 
-REMAT = ("none", "layer", "full")
+REMAT = ("none", "layer", "full", "group")
 INDEX_LOSS = ("none", "selected", "dense")
 
 
@@ -15,7 +15,8 @@ class ForwardOptions:
     Attributes:
         remat: what the backward pass finds stored. "none": everything. "layer": of each layer its inputs, its selection
             and what its attention returned (`kept_names`); the rest is computed again. "full": inputs and selection
-            only.
+            only. "group": as "full", and of a group of layers (an index source and those that reuse its selection) only
+            the inputs of the first one; the others are computed twice more.
         candidates: the two-level candidate restriction of index sources (post-training; the report's pretraining has
             none).
         index_loss: the indexer's own loss, see `index_loss`: "selected" (of the selected entries), "dense" (of all

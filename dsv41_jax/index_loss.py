@@ -15,11 +15,17 @@ attention is trained from the start: it leaves open this loss, its weight (here 
 all entries, and how window and sink enter p.
 """
 
+import functools
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dsv41_jax.indexer import index_scores
 from dsv41_jax.numerics import Numerics, einsum_f32
+from dsv41_jax.tiles import join_queries, split_queries
+from pallas_kernels.sparse_attention.training import gather, pad_window, tile_window
 
 _MASKED = -1e30
 
@@ -58,3 +64,101 @@ def gathered_scores(queries: Array, weights: Array, keys: Array, numerics: Numer
     e = numerics.round_f32(einsum_f32("bthd,btnd->bthn", queries, keys))
     e = numerics.round_f32(jax.nn.relu(e) * weights.astype(jnp.float32)[..., None])
     return numerics.round_f32(jnp.sum(e, axis=2))
+
+
+class Followed(NamedTuple):
+    """What the loss only follows.
+
+    Attributes:
+        q: [B, T, H, d]. window: [B, T, d]. window_first: int32 [B, T], see `sparse_attention.training.attend`.
+        entries: [B, N, d]. sink: float32 [H].
+        counted: float32 [B, T], 0 for a query that does not count.
+        chosen: the entries of each query: a range (first, stop) int32 [B, T] each, a mask (bool [B, T, N],), or
+            numbers (int32 [B, T, K],), -1 for none, which are gathered.
+    """
+
+    q: Array
+    window: Array
+    window_first: Array
+    entries: Array
+    sink: Array
+    counted: Array
+    chosen: tuple[Array, ...]
+
+
+class Taught(NamedTuple):
+    """What it trains: index queries [B, T, heads, di], head weights [B, T, heads], index keys [B, N, di]."""
+
+    queries: Array
+    weights: Array
+    keys: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def summed_kl(taught: Taught, followed: Followed, width: int, numerics: Numerics, size: int) -> tuple[Array, Array]:
+    """Sum of the KL over the counted queries that see an entry, and their number: float32 [] each.
+
+    In tiles of `size` queries; the gradient is made tile by tile together with the value, so that nothing of the size
+    of queries times entries is kept. width: of the window.
+    """
+    return _tiles(taught, followed, width, numerics, size, False)[0]
+
+
+def _tiles(taught: Taught, followed: Followed, width: int, numerics: Numerics, size: int, with_gradient: bool):
+    """The two sums, and the gradient of the first as `Taught` if it is asked for."""
+    t, n = followed.q.shape[1], followed.entries.shape[1]
+    gathered = len(followed.chosen) == 1 and followed.chosen[0].dtype != bool
+    padded = pad_window(followed.window, size, width)
+
+    def tile(carry: tuple, parts: Any) -> tuple[tuple, Any]:
+        kl, queries_seen, d_keys = carry
+        number, q, first, counted, chosen, queries, weights = parts
+        if gathered:
+            mask, entries, keys = chosen[0] >= 0, gather(followed.entries, chosen[0]), gather(taught.keys, chosen[0])
+        else:
+            mask = chosen[0]
+            if len(chosen) == 2:
+                mask = (jnp.arange(n) >= chosen[0][..., None]) & (jnp.arange(n) < chosen[1][..., None])
+            entries, keys = followed.entries, taught.keys
+        counted = counted * jnp.any(mask, axis=-1)
+        p = entry_attention(q, *tile_window(padded, number, first, size, width), entries, mask, followed.sink)
+
+        def loss(queries: Array, weights: Array, keys: Array) -> Array:
+            scores = (gathered_scores if gathered else index_scores)(queries, weights, keys, numerics)
+            return jnp.sum(index_kl(p, scores, mask) * counted)
+
+        slopes = None
+        if with_gradient:
+            value, (d_queries, d_weights, d) = jax.value_and_grad(loss, (0, 1, 2))(queries, weights, keys)
+            if gathered:
+                place = jnp.where(mask, chosen[0], n)
+                add = jax.vmap(lambda total, at, d: total.at[at].add(d.astype(jnp.float32), mode="drop"))
+                d_keys = add(d_keys, place, d)
+            else:
+                d_keys = d_keys + d.astype(jnp.float32)
+            slopes = d_queries, d_weights
+        else:
+            value = loss(queries, weights, keys)
+        return (kl + value, queries_seen + jnp.sum(counted), d_keys), slopes
+
+    split = functools.partial(split_queries, size=size)
+    queries = (followed.q, followed.window_first, followed.counted, followed.chosen, taught.queries, taught.weights)
+    zero = jnp.zeros((), jnp.float32)
+    carry = (zero, zero, jnp.zeros(taught.keys.shape, jnp.float32) if with_gradient else None)
+    numbers = jnp.arange(-(-t // size))
+    (kl, queries_seen, d_keys), slopes = jax.lax.scan(tile, carry, (numbers, *jax.tree.map(split, queries)))
+    if not with_gradient:
+        return (kl, queries_seen), None
+    d_queries, d_weights = (join_queries(x, t) for x in slopes)
+    return (kl, queries_seen), Taught(d_queries, d_weights, d_keys.astype(taught.keys.dtype))
+
+
+def _forward_rule(taught: Taught, followed: Followed, width: int, numerics: Numerics, size: int):
+    return _tiles(taught, followed, width, numerics, size, True)
+
+
+def _backward_rule(width: int, numerics: Numerics, size: int, slopes: Taught, cotangents: tuple[Array, Array]):
+    return jax.tree.map(lambda slope: (slope * cotangents[0]).astype(slope.dtype), slopes), None
+
+
+summed_kl.defvjp(_forward_rule, _backward_rule)

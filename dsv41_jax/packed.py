@@ -19,7 +19,7 @@ from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.csa2 import Attention
 from dsv41_jax.forward_options import ForwardOptions
-from dsv41_jax.index_loss import entry_attention, gathered_scores, index_kl
+from dsv41_jax.index_loss import Followed, Taught, summed_kl
 from dsv41_jax.indexer import index_scores
 from dsv41_jax.layer_plan import Run, source_ratios
 from dsv41_jax.numerics import Numerics
@@ -152,14 +152,13 @@ class PackedSamples:
 
         newest = entries.newest_block if run.pool == "builds" else None
         inputs = (queries, weights, entries.first, entries.stop, newest, pool)
-        chosen = self._by_tiles(tile, self._scoring_bytes(keys, queries), *inputs)
+        chosen = self._by_tiles(tile, self._scoring_bytes(keys.shape[1], queries), *inputs)
         return checkpoint_name(chosen, "selection")
 
-    def _scoring_bytes(self, keys: Array, queries: Array) -> float:
-        """Bytes of temporary arrays of a query that scores all keys [B, N, di]."""
-        heads = queries.shape[2]
+    def _scoring_bytes(self, keys: int, queries: Array) -> float:
+        """Bytes of temporary arrays of one of queries [B, T, heads, di] that scores so many keys."""
         # Dots and weighted dots of each head; scores, their order, masks.
-        return 4.0 * keys.shape[0] * keys.shape[1] * (2 * heads + 6)
+        return 4.0 * queries.shape[0] * keys * (2 * queries.shape[2] + 6)
 
     def _by_tiles(self, tile: Callable, query_bytes: float, *inputs: Array | None) -> Any:
         """`tile(number, *parts)` on all queries of a short row at once, on tiles of them in a long one."""
@@ -205,36 +204,17 @@ class PackedSamples:
         queries: Array,
         weights: Array,
     ) -> tuple[Array, Array]:
-        """Sum of the KL over the counted queries of an index source that see an entry, and their number."""
+        """See `index_loss.summed_kl`."""
         main_kv, index_key = state[run.ratio, slot]
         q, window, main_kv, sink = jax.lax.stop_gradient((q, window, main_kv, attention.attn_sink))
-        entries, width, numerics = self.entries[run.ratio], self.config.sliding_window, self.numerics
-        selected = selection if self.options.index_loss == "selected" else None
-        gathered = self.long and selected is not None
-        size, t = self.positions.shape[1], self.positions.shape[1]
+        entries, width, size = self.entries[run.ratio], self.config.sliding_window, q.shape[1]
+        selected = self.options.index_loss == "selected"
+        chosen = (entries.first, entries.stop)
+        if selected:
+            chosen = (selection if self.long else self._selected_mask(run, selection),)
         if self.long:
-            n = selected.shape[-1] if gathered else main_kv.shape[1]
-            query_bytes = training.attention_bytes(q, width, n, gathered) + self._scoring_bytes(
-                index_key[:, :n], queries
-            )
-            size = training.tile_size(t, query_bytes, self.options.temporary_bytes)
-        padded = training.pad_window(window, size, width)
-
-        def tile(number, q, near, first, stop, selected, queries, weights) -> tuple[Array, Array]:
-            near = training.tile_window(padded, number, near, size, width)
-            if gathered:
-                mask, keys = selected >= 0, training.gather(index_key, selected)
-                scores = gathered_scores(queries, weights, keys, numerics)
-                p = entry_attention(q, *near, training.gather(main_kv, selected), mask, sink)
-            else:
-                mask = entries.visible(first, stop) if selected is None else self._selected_mask(run, selected)
-                scores = index_scores(queries, weights, index_key, numerics)
-                p = entry_attention(q, *near, main_kv, mask, sink)
-            return index_kl(p, scores, mask), jnp.any(mask, axis=-1)
-
-        inputs = (q, self.window_first[run.decoder], entries.first, entries.stop, selected, queries, weights)
-        if self.long:  # tiles are computed again in the backward pass
-            kl, seen = by_query_tiles(jax.checkpoint(tile), size, *inputs)
-        else:
-            kl, seen = tile(jnp.int32(0), *inputs)
-        return jnp.sum(kl * seen * self.counted), jnp.sum(seen * self.counted)
+            n = selection.shape[-1] if selected else main_kv.shape[1]
+            query_bytes = training.attention_bytes(q, width, n, selected) + self._scoring_bytes(n, queries)
+            size = training.tile_size(size, query_bytes, self.options.temporary_bytes)
+        followed = Followed(q, window, self.window_first[run.decoder], main_kv, sink, self.counted, chosen)
+        return summed_kl(Taught(queries, weights, index_key), followed, width, self.numerics, size)

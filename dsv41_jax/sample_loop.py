@@ -80,15 +80,30 @@ class SampleLoop:
         """As `layer_loop.LayerLoop`."""
         for segment in segments:
             for i in range(segment.repeats):
-                first = segment.first + i * segment.size
-                slots = segment.kv_slot + i * segment.kv_step, segment.index_slot + i * segment.index_step
-                carry = (x, pre, state, None, pool)
+
+                def group(carry: tuple, segment=segment, i=i) -> tuple[tuple, dict[int, dict]]:
+                    return self._group(segment, i, carry)
+
+                if self.options.remat == "group":
+                    group = jax.checkpoint(group, policy=self._policy())
+                (x, pre, state, _, pool), notes = group((x, pre, state, None, pool))
                 for run in segment.runs:
-                    carry = self._run(run, first + run.offset, slots, carry)
-                x, pre, state, _, pool = carry
+                    first = segment.first + i * segment.size + run.offset
+                    for layer in range(first, first + run.count):
+                        self._keep(run, layer, notes[layer])
         return x, pre, state, pool
 
-    def _run(self, run: Run, first: int, slots: tuple[int, int], carry: tuple) -> tuple:
+    def _group(self, segment: Segment, i: int, carry: tuple) -> tuple[tuple, dict[int, dict]]:
+        """The layers of a group, and their notes by layer."""
+        first = segment.first + i * segment.size
+        slots = segment.kv_slot + i * segment.kv_step, segment.index_slot + i * segment.index_step
+        notes: dict[int, dict] = {}
+        for run in segment.runs:
+            carry, more = self._run(run, first + run.offset, slots, carry)
+            notes |= more
+        return carry, notes
+
+    def _run(self, run: Run, first: int, slots: tuple[int, int], carry: tuple) -> tuple[tuple, dict[int, dict]]:
         """`run.count` equal layers from `first` on."""
         if not self.options.candidates:
             run = dataclasses.replace(run, pool=None)
@@ -99,19 +114,21 @@ class SampleLoop:
                 new, note = self._checkpointed(run, first, slots, rolled=True)(weights, (), (*streams, *rest))
                 return new[:2], note
 
-            streams, notes = jax.lax.scan(body, carry[:2], self.layers[first])
-            for j in range(run.count):
-                self._keep(run, first + j, jax.tree.map(lambda leaf, j=j: leaf[j], notes))
-            return (*streams, *rest)
+            streams, stacked = jax.lax.scan(body, carry[:2], self.layers[first])
+            notes = {first + j: jax.tree.map(lambda leaf, j=j: leaf[j], stacked) for j in range(run.count)}
+            return (*streams, *rest), notes
+        notes = {}
         for layer in range(first, first + run.count):
             engram = ()
             if run.engram:
                 module = {k: v for k, v in self.engram[f"l{layer}"].items() if k != "embed"}
                 engram = (module, self.memory[f"l{layer}"])
             weights = jax.tree.map(lambda w: w[0], self.layers[layer])
-            carry, note = self._checkpointed(run, layer, slots)(weights, engram, carry)
-            self._keep(run, layer, note)
-        return carry
+            carry, notes[layer] = self._checkpointed(run, layer, slots)(weights, engram, carry)
+        return carry, notes
+
+    def _policy(self):
+        return jax.checkpoint_policies.save_only_these_names(*self.options.kept_names)
 
     def _checkpointed(self, run: Run, layer: int, slots: tuple[int, int], rolled: bool = False):
         def step(weights: Params, engram: tuple, carry: tuple) -> tuple:
@@ -119,9 +136,8 @@ class SampleLoop:
 
         if self.options.remat == "none":
             return step
-        kept = jax.checkpoint_policies.save_only_these_names(*self.options.kept_names)
         # Inside a scan nothing can be merged with the forward pass anyway.
-        return jax.checkpoint(step, policy=kept, prevent_cse=not rolled)
+        return jax.checkpoint(step, policy=self._policy(), prevent_cse=not rolled)
 
     def _keep(self, run: Run, layer: int, note: dict[str, Any]) -> None:
         if run.tapped:

@@ -126,7 +126,7 @@ def test_tiles_and_remat_change_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index_loss", ["selected", "dense"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "full", "group"])
 @pytest.mark.parametrize("rolled", [False, True])
 def test_every_choice_of_computing_gives_the_same(index_loss, remat, rolled):
     batch = batch_of([samples()], 24)

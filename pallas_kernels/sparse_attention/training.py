@@ -18,7 +18,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv41_jax.numerics import Numerics, einsum_f32
-from dsv41_jax.tiles import by_query_tiles
+from dsv41_jax.tiles import by_query_tiles, join_queries, split_queries
 
 KEPT = "attention"  # the name under which remat can keep what the backward pass reads
 _LEAST_TILE, _LARGEST_TILE = 8, 64
@@ -147,7 +147,7 @@ def _backward_rule(width: int, numerics: Numerics, temporary_bytes: int, kept: t
     size = _tile(q, chosen, width, temporary_bytes)
     padded = pad_window(window_kv, size, width)
     scale = jnp.float32(q.shape[-1] ** -0.5)
-    b, t = q.shape[:2]
+    t = q.shape[1]
 
     def tile(sums: Any, parts: tuple) -> tuple[Any, Array]:
         d_window, d_entries, d_sink = sums
@@ -172,20 +172,14 @@ def _backward_rule(width: int, numerics: Numerics, temporary_bytes: int, kept: t
         d_sink = d_sink - jnp.sum(jnp.exp(sink.astype(jnp.float32) - log_sum) * inner, axis=(0, 1))
         return (d_window, d_entries, d_sink), d_q.astype(q.dtype)
 
-    def split(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        padding = [(0, 0), (0, -t % size)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.moveaxis(jnp.pad(x, padding).reshape(b, -1, size, *x.shape[2:]), 1, 0)
-
-    parts = [split(x) for x in (q, window_first, chosen, out, log_sum, d_out)]
+    parts = [split_queries(x, size) for x in (q, window_first, chosen, out, log_sum, d_out)]
     zeros = (
         jnp.zeros(padded.shape, jnp.float32),
         None if entries is None else jnp.zeros(entries.shape, jnp.float32),
         jnp.zeros(sink.shape, jnp.float32),
     )
     (d_window, d_entries, d_sink), d_q = jax.lax.scan(tile, zeros, (jnp.arange(len(parts[0])), *parts))
-    d_q = jnp.moveaxis(d_q, 0, 1).reshape(b, -1, *q.shape[2:])[:, :t]
+    d_q = join_queries(d_q, t)
     d_window = d_window[:, width - 1 : width - 1 + t].astype(window_kv.dtype)
     d_entries = None if entries is None else d_entries.astype(entries.dtype)
     return d_q, d_window, None, d_entries, None, d_sink.astype(sink.dtype)
