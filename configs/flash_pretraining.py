@@ -1,6 +1,6 @@
 """DeepSeek-V4.1-Flash's pretraining with the numbers of its report, to be planned, and trained by who has the machines:
 
-    python launch/plan.py --topology=v5p:8x8x16 --phase=train --config=configs/flash_pretraining.py
+    python launch/plan.py --topology=v5p:8x8x8 --phase=train --config=configs/flash_pretraining.py
 
 What the report does not give is a choice of this project: see docs/training.md.
 """
@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
             "unquantized": ["main_kv"],
             "candidates": False,
             "index_loss": "selected",
+            "accumulate": 3,  # rows of each of 512 devices, one at a time
             "remat": "group",
             "rolled": True,
             "objective": {"balance_weight": 1e-4, "bias_speed": 1e-3},

@@ -212,8 +212,7 @@ def abstract_step(
 
     Args:
         phase: "decode" (one token a row), "verify" (a block of 8 with all logits), "prefill" (the encoder on `block`
-            tokens of each row, CED), "prefill_exact" (all layers), or "train" (a training step on `batch` samples of
-            `context` tokens; other arguments have no effect).
+            tokens of each row, CED), or "prefill_exact" (all layers). Training has `training.planned`.
         batch: sequences; padded to a multiple of the devices that share rows. In prefill, too, each reads its block.
         context: tokens that a row of the cache holds.
         engram: "device", or "host": rows come as an input, where the mesh spans several processes as parts that the
@@ -222,12 +221,8 @@ def abstract_step(
     Raises:
         ValueError: an unknown phase. ShardingError: the mesh does not suit the model.
     """
-    if phase == "train":
-        from dsv41_jax.training.planned import abstract_training_step, planned_settings  # training imports this module
-
-        return abstract_training_step(config, mesh, planned_settings(batch, context))
     if phase not in PHASES:
-        raise ValueError(f"phase={phase!r} is unknown; choose one of {', '.join(PHASES)}, train")
+        raise ValueError(f"phase={phase!r} is unknown; choose one of {', '.join(PHASES)}")
     layers, t = PHASES[phase]
     t = t or block
     layout = sharding.layout_of(mesh)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dsv41_jax import accounting
-from dsv41_jax.config import ModelConfig, load_config
+from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import RELEASED
 from dsv41_jax.parallel import Parallel
 from dsv41_jax.plan.bounds import matmul_seconds
@@ -39,7 +39,7 @@ class Estimate:
 
 def estimates(request: Request) -> list[Estimate]:
     """All meshes, those that fit first, the fastest first; nothing is compiled."""
-    config, machine = load_config(request.config), request.machine
+    config, machine = request.model, request.machine
     asked = [dataclasses.replace(request, mesh=str(layout)) for layout in layouts(machine, config)]
     found = [estimate(one, config, machine) for one in asked]
     return sorted(found, key=lambda e: (not e.fits, e.seconds, e.mesh))
@@ -68,7 +68,7 @@ def row_flops(request: Request) -> dict[str, float]:
     encoder = request.phase == "prefill"
     contexts = np.arange(request.context - request.tokens + 1, request.context + 1)
     options = {"logits": 0 if encoder else request.tokens, "draft_windows": not encoder}
-    phase = accounting.phase(load_config(request.config), contexts, "encoder" if encoder else "all", **options)
+    phase = accounting.phase(request.model, contexts, "encoder" if encoder else "all", **options)
     return phase.by_precision()
 
 

@@ -1,10 +1,14 @@
 """What a plan is made for, checked before anything heavy."""
 
 import dataclasses
+import functools
+import runpy
+from pathlib import Path
 
 from dsv41_jax.config import ModelConfig, load_config
 from dsv41_jax.sharding import Layout, check_layout, padded_rows
 from dsv41_jax.topologies import Topology, parse
+from dsv41_jax.training.train_settings import FRESH, TrainSettings
 
 PHASES = ("decode", "prefill", "verify", "train")
 ENGRAM = ("device", "host")
@@ -47,6 +51,25 @@ class Request:
         return parse(self.topology)
 
     @property
+    def training(self) -> TrainSettings | None:
+        """The settings, where `config` is that of a training run: its batch and length count, not the request's."""
+        return training_settings(self.config)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's configuration, of a training run the one it begins with.
+
+        Raises:
+            FileNotFoundError: no such file. ValueError: a training run that begins with a folder.
+        """
+        settings = self.training
+        if settings is None:
+            return load_config(self.config)
+        if not settings.model.startswith(FRESH):
+            raise ValueError(f"{self.config}: model={settings.model!r}; a plan needs fresh:CONFIG, the model's sizes")
+        return load_config(settings.model.removeprefix(FRESH))
+
+    @property
     def layout(self) -> Layout:
         """The mesh of a checked request."""
         return Layout.parse(self.mesh)
@@ -67,7 +90,14 @@ class Request:
         Raises:
             ValueError: anything that cannot be planned; says what would do. FileNotFoundError: no such configuration.
         """
-        machine, config = self.machine, load_config(self.config)
+        machine, config = self.machine, self.model
+        if self.training is not None:
+            if self.phase != "train":
+                raise ValueError(
+                    f"phase={self.phase!r}: {self.config} is a training run's; give the model's own config"
+                )
+            data = self.training.data
+            return dataclasses.replace(self, batch=data.batch, context=data.length)._with_mesh(machine, config)
         for name, allowed in (("phase", PHASES), ("engram", ENGRAM), ("expert_storage", STORAGE)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
@@ -81,8 +111,22 @@ class Request:
             raise ValueError(f"block={self.block} is longer than the context of {self.context} tokens")
         if self.schedule and not machine.tpu:
             raise ValueError("schedule: only the TPU compiler writes its schedule down; leave it out for GPUs")
+        return self._with_mesh(machine, config)
+
+    def _with_mesh(self, machine: Topology, config: ModelConfig) -> "Request":
         mesh = self.mesh or str(default_layout(machine, config, self.batch))
         return dataclasses.replace(self, topology=machine.name, mesh=str(layout_of(mesh, machine, config)))
+
+
+@functools.lru_cache(maxsize=8)
+def training_settings(path: str) -> TrainSettings | None:
+    """The settings of a training run's config file; None for any other file."""
+    if Path(path).suffix != ".py" or not Path(path).is_file():
+        return None
+    values = runpy.run_path(path)["get_config"]().to_dict()
+    if "data" not in values:
+        return None
+    return TrainSettings.of(values)
 
 
 def layout_of(text: str, machine: Topology, config: ModelConfig) -> Layout:

@@ -18,7 +18,6 @@ import numpy as np
 
 from dsv41_jax import accounting
 from dsv41_jax.compiled_program import Collective, CompiledProgram
-from dsv41_jax.config import load_config
 from dsv41_jax.numerics import RELEASED
 from dsv41_jax.plan import static_bundles
 from dsv41_jax.plan.bounds import Bounds, links_seconds, matmul_seconds
@@ -45,11 +44,17 @@ class PlannedStep:
     """
 
     def __init__(self, request: Request):
-        self.request, self.machine, self.config = request, request.machine, load_config(request.config)
+        self.request, self.machine, self.config = request, request.machine, request.model
         self.numerics = RELEASED.computed_by("tpu" if self.machine.tpu else "gpu")
         self.mesh = request.layout.mesh(self.machine.jax_devices())
         options = {name: getattr(request, name) for name in STEP_OPTIONS}
-        self.step = abstract_step(self.config, self.numerics, self.mesh, **options)
+        if request.phase == "train":
+            from dsv41_jax.training.planned import abstract_training_step, planned_settings
+
+            settings = request.training or planned_settings(request.batch, request.context)
+            self.step = abstract_training_step(self.config, self.mesh, settings)
+        else:
+            self.step = abstract_step(self.config, self.numerics, self.mesh, **options)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class OptimizerSettings(Settings):
     sinkhorn_momentum: float = setting(0.95, "momentum of embeddings, head and Engram tables", least=0.01, most=0.9999)
     sinkhorn_steps: int = setting(11, "row and column normalisations, an odd number", least=1)
     sinkhorn_threshold: float = setting(1e-3, "rows whose norm is at most this part of the mean stay", least=0, most=1)
+    embedding_rate: float = setting(1.0, "rate of embeddings and prediction heads, times the schedule's", least=0)
     table_rate: float = setting(5.0, "rate of Engram tables, times the schedule's", least=0)
 
     adam_momentum: float = setting(0.9, "first moment of AdamW", least=0, most=1)

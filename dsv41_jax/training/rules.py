@@ -66,7 +66,8 @@ class Rule:
         """Times the schedule's."""
         if self.kind == "frozen":
             return 0.0
-        return (settings.vision_rate if self.waits else 1.0) * (settings.table_rate if self.kind == "table" else 1.0)
+        of_kind = {"sinkhorn": settings.embedding_rate, "table": settings.table_rate}
+        return (settings.vision_rate if self.waits else 1.0) * of_kind.get(self.kind, 1.0)
 
     def decay(self, settings: OptimizerSettings) -> float:
         """Decoupled weight decay."""

@@ -17,9 +17,7 @@ from dsv41_jax.load import token_map_of
 from dsv41_jax.model_folder import find_folder
 from dsv41_jax.numerics import FLOAT32
 from dsv41_jax.training.init import init_params
-from dsv41_jax.training.train_settings import TrainSettings
-
-FRESH = "fresh:"
+from dsv41_jax.training.train_settings import FRESH, TrainSettings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dsv41_jax.training.objective import Objective
 from dsv41_jax.training.optimizer_settings import OptimizerSettings
 from dsv41_jax.training.state import STAGES
 
+FRESH = "fresh:"  # before the configuration of a model that begins with fresh weights
 # With the quantisation points of the release, and before `quantize_from` without them.
 NUMERICS: dict[str, tuple[Numerics, Numerics]] = {
     "quantized": (QUANTIZED_TRAINING, FLOAT32),
