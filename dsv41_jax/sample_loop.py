@@ -111,7 +111,12 @@ class SampleLoop:
             rest = carry[2:]
 
             def body(streams: tuple, weights: Params) -> tuple:
-                new, note = self._checkpointed(run, first, slots, rolled=True)(weights, (), (*streams, *rest))
+                same = rest
+                if self.keys.long:
+                    # Every layer gathers the same entries. JAX would gather them once for all, and keep them: many
+                    # times the memory of the whole row. Tied to the streams, they are no longer the same.
+                    streams, same = jax.lax.optimization_barrier((streams, rest))
+                new, note = self._checkpointed(run, first, slots, rolled=True)(weights, (), (*streams, *same))
                 return new[:2], note
 
             streams, stacked = jax.lax.scan(body, carry[:2], self.layers[first])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,17 @@ import pytest
 
 from dsv41_jax import cache, model, quant
 from dsv41_jax.checkpoint.names import flatten
+from dsv41_jax.checkpoint.released import abstract_params
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.forward_options import ForwardOptions
-from dsv41_jax.numerics import ACTIVATION_POINTS, FLOAT32, QUANTIZED_TRAINING, WEIGHT_POINTS, Numerics
+from dsv41_jax.numerics import (
+    ACTIVATION_POINTS,
+    FLOAT32,
+    QUANTIZED_TRAINING,
+    QUANTIZED_TRAINING_BF16,
+    WEIGHT_POINTS,
+    Numerics,
+)
 from dsv41_jax.training.balance import token_facts
 from dsv41_jax.training.replay_floor import replay_floors
 from tiny_golden import FLOAT32_ATOL, prompt, recording
@@ -28,13 +38,21 @@ SAME = 1e-4
 CONFIG = tiny_training_config()
 # Nothing is left to choose: every expert, entry and block is taken, so that a small step changes no choice.
 OPEN = dataclasses.replace(CONFIG, num_experts_per_tok=CONFIG.n_routed_experts, index_topk=12, candidate_topk_blocks=12)
+# Full, two Reuse layers in a row (a run), Reindex.
+RUNS = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=4,
+    compress_ratios=(2, 2, 2, 2, 0),
+    index_source_layer_ids=(0, 3),
+    dspark_target_layer_ids=(0, 3),
+)
 SELECTED = ForwardOptions(index_loss="selected")
 LENGTHS = (11, 13)
 
 
 @functools.cache
-def parameters() -> dict:
-    params = jax.tree.map(jnp.asarray, tiny_params(CONFIG))
+def parameters(config: ModelConfig = CONFIG) -> dict:
+    params = jax.tree.map(jnp.asarray, tiny_params(config))
     return {name: part for name, part in params.items() if name != "mtp"}
 
 
@@ -110,32 +128,58 @@ def test_packed_samples_are_as_alone():
     assert_same_gradients(grads, grads_apart)
 
 
+def assert_same(options: ForwardOptions, batch: dict, plain: ForwardOptions) -> float:
+    """Losses and gradients of the model with a run of layers, whichever way they are computed; the plain loss."""
+    (loss, parts), grads = program(RUNS, plain)(parameters(RUNS), batch)
+    (loss_now, parts_now), grads_now = program(RUNS, options)(parameters(RUNS), batch)
+    np.testing.assert_allclose(loss, loss_now, rtol=1e-6)
+    for name, value in parts.items():
+        np.testing.assert_allclose(value, parts_now[name], rtol=1e-5, err_msg=name)
+    assert_same_gradients(grads_now, grads)
+    return float(loss)
+
+
 def test_tiles_and_remat_change_nothing():
     batch = batch_of([[s] for s in samples()], 24)
     batch["replay"] = np.stack([np.pad(replay_floors(n, 0, n - 2, 8), (0, 24 - n)) for n in LENGTHS])
-    (loss, parts), grads = program(CONFIG, SELECTED)(parameters(), batch)
-    (without, _), _ = program(CONFIG, SELECTED)(parameters(), {**batch, "replay": np.zeros_like(batch["replay"])})
+    plain = dataclasses.replace(SELECTED, rolled=False)
+    tiled = ForwardOptions(remat="group", index_loss="selected", dense_tokens=1, temporary_bytes=1)
+    loss = assert_same(tiled, batch, plain)
+    (without, _), _ = program(RUNS, plain)(parameters(RUNS), {**batch, "replay": np.zeros_like(batch["replay"])})
     assert abs(loss - without) > 1e-3  # floors have an effect
-    tiled = ForwardOptions(remat="layer", index_loss="selected", dense_tokens=1, temporary_bytes=1)
-    (loss_tiled, parts_tiled), grads_tiled = program(CONFIG, tiled)(parameters(), batch)
-    np.testing.assert_allclose(loss, loss_tiled, rtol=1e-6)
-    for name, value in parts.items():
-        np.testing.assert_allclose(value, parts_tiled[name], rtol=1e-5, err_msg=name)
-    assert_same_gradients(grads_tiled, grads)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index_loss", ["selected", "dense"])
-@pytest.mark.parametrize("remat", ["none", "full", "group"])
+@pytest.mark.parametrize("remat", ["none", "layer", "full", "group"])
 @pytest.mark.parametrize("rolled", [False, True])
 def test_every_choice_of_computing_gives_the_same(index_loss, remat, rolled):
     batch = batch_of([samples()], 24)
-    short = ForwardOptions(index_loss=index_loss)
     long = ForwardOptions(remat, True, index_loss, rolled, dense_tokens=1, temporary_bytes=1)
-    (loss, _), grads = program(CONFIG, short)(parameters(), batch)
-    (loss_long, _), grads_long = program(CONFIG, long)(parameters(), batch)
-    np.testing.assert_allclose(loss, loss_long, rtol=1e-6)
-    assert_same_gradients(grads_long, grads)
+    assert_same(long, batch, ForwardOptions(index_loss=index_loss, rolled=False))
+
+
+def test_long_rows_keep_nothing_of_queries_times_keys():
+    """Arrays of the gradient's program with 128 selected entries, for a row of 8,192 tokens. The largest are the
+    streams of a run of layers; gathered entries would have 128 d numbers a token, scores and masks 4,096 and more.
+    """
+    config, t = dataclasses.replace(RUNS, index_topk=128, candidate_topk_blocks=128), 8192
+    tokens = jax.ShapeDtypeStruct((1, t), jnp.int32)
+    width = config.engram_head_dim
+    rows = jax.ShapeDtypeStruct((1, t, (config.engram_max_ngram_size - 1) * config.engram_n_heads, width), jnp.float32)
+    params = {name: part for name, part in abstract_params(config, FLOAT32).items() if name != "mtp"}
+    options = ForwardOptions(remat="group", index_loss="selected", temporary_bytes=2**22)
+
+    def loss(params: dict, ids: jax.Array, memory: dict) -> jax.Array:
+        hidden, notes = model.forward(config, QUANTIZED_TRAINING_BF16, params, ids, memory, ids, options=options)
+        return jnp.sum(hidden.astype(jnp.float32)) + jnp.sum(notes["index"][0])
+
+    program = jax.make_jaxpr(jax.grad(loss))(params, tokens, {f"l{i}": rows for i in config.engram_layer_ids})
+    shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[(\d[\d,]*)\]", str(program))}
+    of_weights = {leaf.shape for leaf in jax.tree.leaves(params)}
+    largest = max(shapes - of_weights, key=math.prod)
+    streams = t * config.hc_mult * config.hidden_size
+    assert streams < math.prod(largest) < min(3 * streams, 128 * config.head_dim * t), largest
 
 
 def test_finite_differences():
