@@ -32,7 +32,7 @@ def test_ratios_are_to_the_first_case_of_a_kind():
     assert machine()["cores"] >= 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], ["generate", "--numerics", "fp3"]])
+@pytest.mark.parametrize("arguments", [[], ["guess"], ["generate", "--numerics", "fp3"]])
 def test_flags_are_checked(arguments, capsys):
     with pytest.raises(SystemExit):
         bench.main(arguments)

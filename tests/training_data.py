@@ -68,5 +68,5 @@ def write_documents(folder: Path, documents: Sequence[Document], shards: int = 2
 def pipeline(*paths: Path, shard: int = 0, shards: int = 1, **values) -> Pipeline:
     """A pipeline of the tiny training model."""
     sources = [{"path": str(path), "name": path.name} for path in paths]
-    values = {"sources": sources, "batch": 4, "length": 32, "open_rows": 6, "prefetch": 0} | values
+    values = {"sources": sources, "batch": 4, "length": 32, "open_rows": 6, "mixed_rows": 5, "prefetch": 0} | values
     return open_pipeline(DataSettings.of(values), tiny_training_config(), np.arange(VOCAB), shard=shard, shards=shards)

@@ -41,6 +41,7 @@ class DataSettings(Settings):
         choices=("fill", "none"),
     )
     open_rows: int = setting(64, "rows that documents are fitted into at once")
+    mixed_rows: int = setting(256, "full rows that wait, from which the next is drawn at random; 0: in order", least=0)
     add_bos: bool = setting(True, "BOS before each stored document")
     add_eos: bool = setting(True, "EOS behind each stored document")
     on_corrupt: str = setting(

@@ -5,6 +5,9 @@ where no more may be open, the fullest row is closed. With `fill` the closed row
 that no row has padding and a document is split only where it would fit in no open row; without, the row keeps its
 padding. A document of T tokens or more fills rows of its own first. Documents with images are never split.
 
+Rows are handed out in a random order: each is drawn from `mixed` full ones that wait. Without that the rows of a long
+document would follow each other, and a batch be little more than one document.
+
 `grain.experimental.BestFitPackIterDataset` closes all its rows when a single document fits in none of them, neither
 splits nor counts images, and restores by packing again. Here a state names the pieces of the open rows.
 """
@@ -12,8 +15,9 @@ splits nor counts images, and restores by packing again. Here a state names the 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterator
+
+import numpy as np
 
 from dsv41_jax.training.mixture import Drawn, Mixture
 
@@ -60,6 +64,8 @@ class Packer(Iterator[Row]):
         length: T. open_rows: rows that are open at once. fill: split documents rather than pad.
         images: most images of a row.
         image_patches: most ViT patches of an image.
+        mixed: full rows that wait, from which the next one is drawn; 0: in the order in which they are filled.
+        seed: of the draws.
 
     Attributes:
         skipped_images: documents left out because their tokens, images or patches are more than a row takes.
@@ -67,19 +73,27 @@ class Packer(Iterator[Row]):
     """
 
     def __init__(
-        self, mixture: Mixture, length: int, open_rows: int, fill: bool, images: int = 0, image_patches: int = 0
+        self,
+        mixture: Mixture,
+        length: int,
+        open_rows: int,
+        fill: bool,
+        images: int = 0,
+        image_patches: int = 0,
+        mixed: int = 0,
+        seed: int = 0,
     ) -> None:
         self.mixture, self.length, self._open_rows, self._fill = mixture, length, open_rows, fill
         self._images, self._image_patches = images, image_patches
+        self._mixed, self._seed = mixed, seed
         self._open: list[Row] = []
-        self._ready: deque[Row] = deque()
+        self._ready: list[Row] = []
         self._ended = False
+        self._handed_out = 0
         self.skipped_images = self.splits = 0
 
     def __next__(self) -> Row:
-        while not self._ready:
-            if self._ended:
-                raise StopIteration
+        while len(self._ready) <= self._mixed and not self._ended:
             try:
                 drawn = next(self.mixture)
             except StopIteration:
@@ -96,7 +110,14 @@ class Packer(Iterator[Row]):
                     f"all {self.skipped_images} documents have images that no row takes: raise images_per_row "
                     f"({self._images}), image_patches ({self._image_patches}) or length ({self.length})"
                 )
-        return self._ready.popleft()
+        if not self._ready:
+            raise StopIteration
+        place = 0
+        if self._mixed:  # by a counter: the same whatever was drawn before
+            generator = np.random.Generator(np.random.Philox(key=[self._seed, 0x3117], counter=self._handed_out))
+            place = int(generator.integers(len(self._ready)))
+        self._handed_out += 1
+        return self._ready.pop(place)
 
     def _fits_a_row(self, drawn: Drawn) -> bool:
         images = drawn.document.images
@@ -155,6 +176,7 @@ class Packer(Iterator[Row]):
             "open": [_places(row) for row in self._open],
             "ready": [_places(row) for row in self._ready],
             "ended": self._ended,
+            "handed_out": self._handed_out,
             "skipped_images": self.skipped_images,
             "splits": self.splits,
         }
@@ -166,8 +188,8 @@ class Packer(Iterator[Row]):
         """
         self.mixture.set_state(state["mixture"])
         self._open = [self._row(places) for places in state["open"]]
-        self._ready = deque(self._row(places) for places in state["ready"])
-        self._ended = state["ended"]
+        self._ready = [self._row(places) for places in state["ready"]]
+        self._ended, self._handed_out = state["ended"], state["handed_out"]
         self.skipped_images, self.splits = state["skipped_images"], state["splits"]
 
     def _row(self, places: list[int]) -> Row:

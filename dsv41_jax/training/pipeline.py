@@ -27,7 +27,7 @@ from dsv41_jax.training.row_images import ImageCaps
 from dsv41_jax.training.sources import open_source
 
 _FORMAT = 1
-_MUST_AGREE = ("length", "open_rows", "split", "seed", "shuffle", "epochs", "add_bos", "add_eos")
+_MUST_AGREE = ("length", "open_rows", "mixed_rows", "split", "seed", "shuffle", "epochs", "add_bos", "add_eos")
 
 
 class _Batches(Iterator[dict]):
@@ -160,7 +160,14 @@ def open_pipeline(
     )
     patches = ImageCaps.of(settings, config).patches if settings.images_per_row else 0
     packer = Packer(
-        mixture, settings.length, settings.open_rows, settings.split == "fill", settings.images_per_row, patches
+        mixture,
+        settings.length,
+        settings.open_rows,
+        settings.split == "fill",
+        settings.images_per_row,
+        patches,
+        settings.mixed_rows if settings.shuffle else 0,
+        settings.seed,
     )
     own = settings.batch // shards
     batches = _Batches(settings, config, packer, maker, shard * own, (shard + 1) * own)
