@@ -43,8 +43,9 @@ settings.load_profile("tests")
 # Files that take long, longest first: at the run's end no worker should wait for another's last file. xdist hands out
 # files in the order of collection with --no-loadscope-reorder.
 _LONG_FILES = (
-    "test_mesh_model test_model_released test_train test_serve test_demo_model test_kernel_model test_model_float32 "
-    "test_serving_model test_distributed_model test_mesh_parts test_distributed test_speculation_model test_grads"
+    "test_mesh_model test_model_released test_training_run test_training_mesh test_training_forward test_serve "
+    "test_demo_model test_kernel_model test_model_float32 test_serving_model test_distributed_model test_mesh_parts "
+    "test_distributed test_speculation_model test_grads"
 ).split()
 
 

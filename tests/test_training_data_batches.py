@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -21,32 +19,18 @@ from dsv41_jax.engram_hash import EngramHasher
 from dsv41_jax.image_input import expand_placeholders
 from dsv41_jax.image_plan import preprocess_image
 from dsv41_jax.numerics import FLOAT32
-from dsv41_jax.training.batches import BatchMaker, batch_shapes
+from dsv41_jax.training.batches import batch_shapes
 from dsv41_jax.training.data_settings import DataSettings
 from dsv41_jax.training.image_embeds import image_embeds
-from dsv41_jax.training.mixture import Drawn
-from dsv41_jax.training.packing import Piece, Row
 from dsv41_jax.training.records import Document, StoredImage
 from dsv41_jax.training.replay_floor import drawn_prompt_length, replay_floors
 from tiny_training import VOCAB, tiny_training_config
-from training_data import BOS, EOS, pipeline, random_documents, write_documents
+from training_data import BOS, EOS, maker, pipeline, png, random_documents, row_of, write_documents
 
 CONFIG = tiny_training_config()
 GOLDEN = Path(__file__).parent / "golden"
 PICTURED = ModelConfig.from_json(GOLDEN / "tinyA_config.json")
 MAP = np.arange(PICTURED.vocab_size) % PICTURED.engram_compressed_vocab_size
-
-
-def row_of(*pieces: tuple[Document, int, int]) -> Row:
-    row = Row()
-    for document, start, stop in pieces:
-        row.add(Piece(Drawn(0, 0, document), start, stop))
-    return row
-
-
-def maker(config: ModelConfig = CONFIG, token_map: np.ndarray | None = None, **values) -> BatchMaker:
-    settings = DataSettings.of({"sources": [{"path": "-"}], "batch": 1, "length": 16, **values})
-    return BatchMaker(settings, config, np.arange(VOCAB) if token_map is None else token_map)
 
 
 def test_a_row_of_pieces_becomes_arrays():
@@ -107,12 +91,6 @@ def test_random_replay_of_a_pipeline(tmp_path):
 
 
 # Images
-
-
-def png(rgb: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(rgb).save(stream, "PNG")
-    return stream.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
+from PIL import Image
 
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.training.batches import BatchMaker
 from dsv41_jax.training.data_settings import DataSettings
-from dsv41_jax.training.mixture import Mixture
+from dsv41_jax.training.mixture import Drawn, Mixture
+from dsv41_jax.training.packing import Piece, Row
 from dsv41_jax.training.pipeline import Pipeline, open_pipeline
 from dsv41_jax.training.records import Document, encode_document
 from tiny_training import VOCAB, tiny_training_config
@@ -70,3 +75,22 @@ def pipeline(*paths: Path, shard: int = 0, shards: int = 1, **values) -> Pipelin
     sources = [{"path": str(path), "name": path.name} for path in paths]
     values = {"sources": sources, "batch": 4, "length": 32, "open_rows": 6, "mixed_rows": 5, "prefetch": 0} | values
     return open_pipeline(DataSettings.of(values), tiny_training_config(), np.arange(VOCAB), shard=shard, shards=shards)
+
+
+def row_of(*pieces: tuple[Document, int, int]) -> Row:
+    row = Row()
+    for document, start, stop in pieces:
+        row.add(Piece(Drawn(0, 0, document), start, stop))
+    return row
+
+
+def maker(config: ModelConfig | None = None, token_map: np.ndarray | None = None, **values) -> BatchMaker:
+    settings = DataSettings.of({"sources": [{"path": "-"}], "batch": 1, "length": 16, **values})
+    config = config or tiny_training_config()
+    return BatchMaker(settings, config, np.arange(VOCAB) if token_map is None else token_map)
+
+
+def png(rgb: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(rgb).save(stream, "PNG")
+    return stream.getvalue()
