@@ -1,5 +1,6 @@
 """The loop over steps: progress, log, evaluation, checkpoints, and the end, which may come by a signal."""
 
+import logging
 import signal
 import time
 from types import FrameType
@@ -19,6 +20,8 @@ from dsv41_jax.training.shards import batch_on_mesh
 from dsv41_jax.training.state import TrainState
 from dsv41_jax.training.step import Step, Trainer
 from dsv41_jax.training.train_settings import TrainSettings
+
+_log = logging.getLogger(__name__)
 
 STOPPED = 143  # exit code after SIGTERM, as a shell reports it
 
@@ -52,7 +55,8 @@ class Loop:
         """The state after the last step.
 
         Raises:
-            FloatingPointError: a step's loss is not finite (and spikes are not left out); the last checkpoint is whole.
+            FloatingPointError: a step's loss or gradient norm is not finite (and spikes are not left out), or so often
+                in a row that nothing would follow. No checkpoint has such a step.
             SystemExit: after SIGTERM or SIGINT, once the state is saved.
         """
         settings = self.settings
@@ -66,6 +70,9 @@ class Loop:
             with tqdm(total=settings.steps, initial=done, desc=settings.stage, disable=hidden, mininterval=5) as bar:
                 for step in range(done, settings.steps):
                     batch = self._batch()
+                    if batch is None:
+                        self._end_of_data(state, step, bar, new=step > done)
+                        break
                     state, metrics = self._step_at(step)(state, batch)
                     self._settle(bar)
                     self._pending = (step + 1, metrics)
@@ -81,9 +88,10 @@ class Loop:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_stop = True
 
-    def _batch(self) -> dict:
-        batch = next(self.pipeline)
-        if self.trainer.mesh is None:
+    def _batch(self) -> dict | None:
+        """The next one; None where the last epoch is over, which is after the same step on all processes."""
+        batch = next(self.pipeline, None)
+        if batch is None or self.trainer.mesh is None:
             return batch
         if jax.process_count() > 1:  # all processes must stop at the same step: the step adds up who was asked to
             batch["stop"] = np.full(len(batch["token_ids"]), self._asked_to_stop, np.int32)
@@ -101,35 +109,57 @@ class Loop:
         if jax.process_count() == 1 and self._asked_to_stop:
             self._stopping = True
         if self.evaluation is not None and (last or done % evaluated.every_steps == 0):
-            self._settle(bar)
+            self._settle(bar, check=True)
             self._evaluate(state, done)
         due = kept.every_steps > 0 and done % kept.every_steps == 0
         if jax.process_count() == 1 and kept.every_minutes > 0:
             due |= time.monotonic() - self._saved_at > 60 * kept.every_minutes
         if last or due or self._stopping:
-            self._settle(bar)
-            jax.block_until_ready(state)
-            self.checkpoints.save(state, self.pipeline.get_state(), done)
-            self._saved_at = time.monotonic()
+            self._save(state, done, bar)
         self.checkpoints.poll()
         if self._stopping and not last:
             self.checkpoints.wait()
             bar.write(f"stopped after step {done}; everything is saved, run the same command to go on")
             raise SystemExit(STOPPED)
 
-    def _settle(self, bar: tqdm) -> None:
-        """Read the numbers of the step before, once: by now the devices have the next one to do."""
+    def _save(self, state: TrainState, done: int, bar: tqdm) -> None:
+        self._settle(bar, check=True)
+        jax.block_until_ready(state)
+        self.checkpoints.save(state, self.pipeline.get_state(), done)
+        self._saved_at = time.monotonic()
+
+    def _end_of_data(self, state: TrainState, done: int, bar: tqdm, new: bool) -> None:
+        """What follows the last step of the settings, sooner. new: this process did steps."""
+        settings = self.settings
+        _log.warning("the data end after step %d of %d: data.epochs=%d", done, settings.steps, settings.data.epochs)
+        self._settle(bar, check=True)
+        if self.evaluation is not None and new and done % settings.evaluation.every_steps:
+            self._evaluate(state, done)
+        self._save(state, done, bar)
+
+    def _settle(self, bar: tqdm, check: bool = False) -> None:
+        """Read the numbers of the step before, once: by now the devices have the next one to do. Of a step without a
+        line in the log only where they decide something, or to `check` the state before it is saved.
+        """
         if self._pending is None:
             return
         step, metrics = self._pending
         self._pending = None
-        if jax.process_count() > 1 or step % self.settings.log_every == 0 or step == self.settings.steps:
+        logged = step % self.settings.log_every == 0 or step == self.settings.steps
+        if check or logged or jax.process_count() > 1:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self._stopping |= values.pop("stop", 0.0) > 0
-            if not self.trainer.settings.skip_spikes and not np.isfinite(values["loss"]):
-                raise FloatingPointError(f"step {step}: the loss is not finite: {values}")
-            if step % self.settings.log_every == 0 or step == self.settings.steps:
+            self._check_finite(step, values)
+            if logged:
                 self._report(step, values, bar)
+
+    def _check_finite(self, step: int, values: dict[str, float]) -> None:
+        in_a_row, optimizer = values.pop("skipped_in_a_row"), self.trainer.settings
+        wrong = [name for name in ("loss", "grad_norm") if not np.isfinite(values[name])]
+        if not wrong or (optimizer.skip_spikes and in_a_row <= optimizer.spike_limit):
+            return
+        again = f", and so in {in_a_row:.0f} steps left out in a row" if optimizer.skip_spikes else ""
+        raise FloatingPointError(f"step {step}: the {wrong[0]} is not finite{again}: {values}")
 
     def _report(self, step: int, values: dict[str, float], bar: tqdm) -> None:
         now = time.monotonic()

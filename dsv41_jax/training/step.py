@@ -113,7 +113,8 @@ class Trainer:
         if self.mesh is not None:
             where = state_shardings(state.params, self.parts, self.optimizer, self.mesh)
             new = jax.lax.with_sharding_constraint(new, where)
-        metrics = {**report, "grad_norm": norm, "rate": rate, "skipped": spikes.skipped}
+        metrics = {**report, "grad_norm": norm, "rate": rate}
+        metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
         if stop is not None:
             metrics["stop"] = jnp.sum(stop)
         if loads is not None:
