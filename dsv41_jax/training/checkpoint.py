@@ -9,6 +9,7 @@ before. A damaged one is set aside under another name, with a warning.
 """
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dsv41_jax.training.file_sums import damage, write_sums
+from dsv41_jax.training.file_sums import damage, summed, write_sums
 from dsv41_jax.training.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -30,12 +31,25 @@ class Checkpoints:
         folder: theirs; made when it is not there.
         keep: how many of the newest are kept. keep_every: also every one whose step is a multiple of it; None: no more.
         background: write while training goes on.
+        read_only: nothing in the folder changes, a damaged checkpoint stays where it is.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2, keep_every: int | None = None, background: bool = True):
-        self.folder = Path(folder).absolute()
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int = 2,
+        keep_every: int | None = None,
+        background: bool = True,
+        read_only: bool = False,
+    ):
+        self.folder, self._read_only = Path(folder).absolute(), read_only
         self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=background
+            max_to_keep=None if read_only else keep,
+            keep_period=None if read_only else keep_every,
+            enable_async_checkpointing=background,
+            read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
+            create=not read_only,
         )
         self._manager = self._open()
         self._unsummed: int | None = None
@@ -76,7 +90,8 @@ class Checkpoints:
             like: a state, or its ShapeDtypeStructs with shardings: where to put the arrays.
 
         Raises:
-            ValueError: there are checkpoints and none is whole, or the newest is of another model or optimizer.
+            ValueError: there are checkpoints and none is whole, the newest is of another model or optimizer, or it is
+                whole and could not be read, which has another reason: memory, or the disk.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         wrong = {}
@@ -89,7 +104,8 @@ class Checkpoints:
                     return *restored, step
             wrong[step] = found
             _log.warning("checkpoint of step %d is not whole (%s): the one before it is used", step, found)
-            self._set_aside(step)
+            if not self._read_only:
+                self._set_aside(step)
         if wrong:
             listed = "; ".join(f"step {step}: {why}" for step, why in wrong.items())
             raise ValueError(f"{self.folder}: no checkpoint is whole ({listed}); start a run in another folder")
@@ -102,6 +118,11 @@ class Checkpoints:
         try:
             found = self._manager.restore(step, args=args)
         except Exception as error:  # whatever the libraries below make of damaged files
+            if summed(self.folder / str(step)):
+                raise ValueError(
+                    f"{self.folder}/{step}: its files are as they were written, but cannot be read: "
+                    f"{_first_line(error)}"
+                ) from error
             if jax.process_count() > 1:
                 raise ValueError(
                     f"{self.folder}/{step} cannot be read ({_first_line(error)}): remove that folder and start again"
@@ -156,6 +177,12 @@ class Checkpoints:
         self._sums.start()
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed run had begun to write; for the one process that works in the folder."""
+    for place in folder.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def _json(data: dict) -> Any:
     return ocp.args.JsonSave(data)
 
@@ -166,7 +193,9 @@ def _path(path: tuple) -> str:
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+    """With a place for it: without one, Orbax takes only arrays that were on the devices that are here."""
+    where = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 def _first_line(error: Exception) -> str:

@@ -43,6 +43,11 @@ def write_sums(folder: Path, process: int, processes: int) -> None:
     partial.replace(folder / f"sums.{process}.json")
 
 
+def summed(folder: Path) -> bool:
+    """Whether a checkpoint has sums, of some process at least."""
+    return any(folder.glob("sums.*.json"))
+
+
 def damage(folder: Path, process: int, processes: int) -> str | None:
     """What is wrong with this process's files of a checkpoint; None if nothing is, or if no sums were written (the run
     ended between the checkpoint and its sums).

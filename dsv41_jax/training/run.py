@@ -14,7 +14,7 @@ from dsv41_jax import distributed, sharding
 from dsv41_jax.checkpoint.new_folder import check_free
 from dsv41_jax.checkpoint.process_lock import LockedError, hold
 from dsv41_jax.mesh_layout import Layout
-from dsv41_jax.training.checkpoint import Checkpoints
+from dsv41_jax.training.checkpoint import Checkpoints, remove_unfinished
 from dsv41_jax.training.evaluation import Evaluation
 from dsv41_jax.training.export import export
 from dsv41_jax.training.log import Log
@@ -50,7 +50,12 @@ def train(settings: TrainSettings, processes: distributed.Processes) -> None:
     processes.check_same({"training settings": str(settings), "model": str(start.config)})
     mesh = mesh_of(settings, processes)
     trainer = trainer_of(settings, start, mesh)
-    shard, shards = own_shard(mesh, settings.data.batch)
+    shard, shards = own_shard(mesh, settings.data.batch, settings.accumulate)
+    if processes.count > 1 and settings.checkpoint.every_minutes:
+        raise ValueError(
+            f"checkpoint.every_minutes={settings.checkpoint.every_minutes}: the clocks of several processes differ; "
+            "use every_steps"
+        )
     first = processes.index == 0
     with _own_folder(run, first), contextlib.ExitStack() as open_things:
         pipeline = open_pipeline(settings.data, start.config, start.token_map, shard=shard, shards=shards)
@@ -58,15 +63,19 @@ def train(settings: TrainSettings, processes: distributed.Processes) -> None:
         evaluation = None
         if settings.evaluation.sources:
             evaluation = Evaluation(settings.evaluation, settings.data, trainer, start.token_map)
+        processes.check_same({"data": pipeline.get_state()})
         if first:
-            _write_settings(run, settings)
             shapes = start.shapes(mesh)
             trained = {name: shapes[name] for name in trainer.parts}
             print(format_rules(rules_table(trained, start.config, settings.optimizer)), flush=True)
         kept = settings.checkpoint
+        if first:
+            remove_unfinished(run / CHECKPOINTS)
         checkpoints = Checkpoints(run / CHECKPOINTS, kept.keep, kept.keep_every, kept.background)
         open_things.callback(checkpoints.close)
         state, done = first_state(trainer, start, settings, checkpoints, pipeline)
+        if first:  # not before: settings that do not fit the checkpoints are not those of the run
+            _write_settings(run, settings)
         log = Log(run, done, settings.tensorboard) if first else None
         if log is not None:
             open_things.callback(log.close)
@@ -76,7 +85,7 @@ def train(settings: TrainSettings, processes: distributed.Processes) -> None:
 
 
 def export_newest(settings: TrainSettings, processes: distributed.Processes) -> None:
-    """Export the newest whole checkpoint of a run, which may still be going on.
+    """Export the newest whole checkpoint of a run, which may still be going on: nothing in its folder changes.
 
     Raises:
         ValueError: no export folder is set, or the run has no checkpoint.
@@ -84,11 +93,13 @@ def export_newest(settings: TrainSettings, processes: distributed.Processes) -> 
     if settings.export is None:
         raise ValueError("export=None: name the folder to write, as --set export=FOLDER")
     check_free(Path(settings.export))
+    folder, found = Path(settings.run) / CHECKPOINTS, None
     start = find_start(settings)
     trainer = trainer_of(settings, start, mesh_of(settings, processes))
-    checkpoints = Checkpoints(Path(settings.run) / CHECKPOINTS, background=False)
-    found = checkpoints.restore(trainer.abstract_state(start.shapes(trainer.mesh)))
-    checkpoints.close()
+    if folder.is_dir():
+        checkpoints = Checkpoints(folder, background=False, read_only=True)
+        found = checkpoints.restore(trainer.abstract_state(start.shapes(trainer.mesh)))
+        checkpoints.close()
     if found is None:
         raise ValueError(f"run={settings.run!r}: there is no checkpoint to export")
     export(found[0].params, start, settings.export, settings.run)
@@ -159,10 +170,16 @@ def _write_settings(run: Path, settings: TrainSettings) -> None:
     """Keep the settings beside the checkpoints; what differs from the last time is said."""
     path, now = run / SETTINGS_FILE, json.loads(json.dumps(dataclasses.asdict(settings)))
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            _log.warning("%s cannot be read (%s): whether the settings are the same is not known", path, error)
+            before = now
         for name, was, value in _differences("", before, now):
             _log.warning("the run goes on with %s=%r; it was %r before", name, value, was)
-    path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _differences(prefix: str, before: dict, now: dict) -> Iterator[tuple[str, Any, Any]]:

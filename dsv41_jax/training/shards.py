@@ -7,20 +7,23 @@ from jax.sharding import Mesh
 from dsv41_jax import sharded_step, sharding
 
 
-def own_shard(mesh: Mesh | None, rows: int) -> tuple[int, int]:
-    """(shard, shards): this process makes rows [shard, shard + 1) * rows / shards of every batch.
+def own_shard(mesh: Mesh | None, rows: int, parts: int = 1) -> tuple[int, int]:
+    """(shard, shards): this process makes rows [shard, shard + 1) * rows / shards of every batch, which is worked on in
+    so many parts.
 
     Raises:
-        ShardingError: the rows are no multiple of the devices that share rows, or the rows of this process are no
-            stretch: the mesh's devices are not in the order of the processes.
+        ShardingError: the rows of a part are no multiple of the devices that share rows, or the rows of this process
+            are no stretch: the mesh's devices are not in the order of the processes.
     """
     if mesh is None:
         return 0, 1
     layout = sharding.layout_of(mesh)
     devices = layout.data * layout.tensor
-    if rows % devices:
+    if rows % (devices * parts):
+        of_parts = f", times accumulate={parts}," if parts > 1 else ""
         raise sharding.ShardingError(
-            f"data.batch={rows}: a multiple of the {devices} devices of mesh {layout} that share rows is needed"
+            f"data.batch={rows}: a multiple of the {devices} devices of mesh {layout} that share rows{of_parts} is "
+            "needed"
         )
     indices = sharding.shardings(mesh, sharded_step.ROWS).addressable_devices_indices_map((rows,))
     starts = sorted({index[0].indices(rows)[0] for index in indices.values()})

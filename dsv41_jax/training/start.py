@@ -60,21 +60,27 @@ def find_start(settings: TrainSettings) -> Start:
     if not settings.model.startswith(FRESH):
         folder = find_folder(settings.model, settings.revision)
         source = open_folder(folder)
-        text = Path(settings.tokenizer) if settings.tokenizer else folder
+        text = _tokenizer(settings) or folder
         return Start(source.config, _token_map(source.config, text), text, source)
     path = Path(settings.model.removeprefix(FRESH))
     if not path.is_file():
         raise FileNotFoundError(f"model={settings.model!r}: there is no file {path}")
     config = load_config(path)
-    text = Path(settings.tokenizer) if settings.tokenizer else None
-    if text is not None and not text.is_dir():
-        raise FileNotFoundError(f"tokenizer={settings.tokenizer!r}: no such folder")
+    text = _tokenizer(settings)
     if text is None and config.engram_layer_ids:
         raise ValueError(
             f"model={settings.model!r} has Engram layers: tokenizer must name a folder with tokenizer.json or "
             "token_map.npy"
         )
     return Start(config, _token_map(config, text), text, None)
+
+
+def _tokenizer(settings: TrainSettings) -> Path | None:
+    if settings.tokenizer is None:
+        return None
+    if not Path(settings.tokenizer).is_dir():
+        raise FileNotFoundError(f"tokenizer={settings.tokenizer!r}: no such folder")
+    return Path(settings.tokenizer)
 
 
 def _token_map(config: ModelConfig, text: Path | None) -> np.ndarray | None:

@@ -90,7 +90,7 @@ class TrainSettings(Settings):
             raise ValueError("data=None: a section that says what to read is needed")
         if self.data.batch % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate}: data.batch={self.data.batch} rows are no multiple of it")
-        self.numerics_at(self.steps)  # unknown points
+        self.numerics_at(self.quantize_from)  # unknown points
 
     def numerics_at(self, step: int) -> Numerics:
         """Of the step that follows `step` finished ones."""
