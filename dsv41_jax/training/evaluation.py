@@ -48,6 +48,7 @@ class Evaluation:
         self, settings: EvaluationSettings, data: DataSettings, trainer: Trainer, token_map: np.ndarray | None
     ):
         self.trainer, self.config = trainer, trainer.config
+        self._options = ForwardOptions(candidates=trainer.losses.options.candidates)
         self._hasher = EngramHasher(self.config, token_map) if self.config.engram_layer_ids else None
         shard, shards = own_shard(trainer.mesh, data.batch)
         of_rows = dataclasses.replace(
@@ -72,8 +73,8 @@ class Evaluation:
             for ids, segments, weights in zip(batch["token_ids"], batch["segment_ids"], batch["weights"], strict=True):
                 lengths = np.bincount(segments, weights > 0)
                 best = int(lengths.argmax())
-                first = int(np.argmax(segments == best))
-                longest.append(ids[first : first + int(lengths[best]) + 1])
+                own = np.flatnonzero(segments == best)
+                longest.append(ids[own[: int(lengths[best]) + 1]])
         longest = [ids for ids in longest if len(ids) > 2 * self.config.sliding_window][:count]
         if not longest:
             return None
@@ -99,11 +100,11 @@ class Evaluation:
         weight = jnp.sum(batch["weights"])
         memory = trainer.look_up(params, batch["memory"])
         if trainer.mesh is None:
-            return _nats(self.config, numerics, without_tables(params), memory, batch), weight
+            return _nats(self.config, numerics, self._options, without_tables(params), memory, batch), weight
         spread = numerics.spread(trainer.parallel)
 
         def local(params: dict, memory: dict, batch: dict) -> Array:
-            return jax.lax.psum(_nats(self.config, spread, params, memory, batch), sharded_step.ROW_AXES)
+            return jax.lax.psum(_nats(self.config, spread, self._options, params, memory, batch), sharded_step.ROW_AXES)
 
         params = without_tables(params)
         specs = sharding.param_specs(params, sharding.layout_of(trainer.mesh)), sharded_step.ROWS, sharded_step.ROWS
@@ -136,7 +137,7 @@ class Evaluation:
         return float(jnp.mean(token_nats(every, ids[:, prompt:])))
 
 
-def _nats(config, numerics: Numerics, params: dict, memory: dict, batch: dict) -> Array:
+def _nats(config, numerics: Numerics, options: ForwardOptions, params: dict, memory: dict, batch: dict) -> Array:
     mask, embeds = batch.get("image_mask"), None
     if mask is not None:
         embeds = image_embeds(config, numerics, params, batch["images"], mask.shape)
@@ -149,7 +150,7 @@ def _nats(config, numerics: Numerics, params: dict, memory: dict, batch: dict) -
         batch["segment_ids"],
         image_mask=mask,
         image_embeds=embeds,
-        options=ForwardOptions(),
+        options=options,
     )
     return summed_nats(config, numerics, params, hidden, batch["targets"], batch["weights"])
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as Spec
 from tqdm import tqdm
 
@@ -18,14 +19,15 @@ from dsv41_jax.training.start import Start
 def export(params: dict, start: Start, folder: str | Path, run: str | Path | None = None) -> None:
     """Write float32 parameters as a released-format folder, with the tokenizer, and the run's log if there is one.
 
-    On a mesh, padding of experts and tables is left away. In a run of several processes process 0 writes, leaf after
-    leaf: only one is ever whole there.
+    On a mesh, padding of experts and tables is left away. In a run of several processes each leaf in turn is whole on
+    every device, and all of them in the memory of process 0's host, which writes; a model too large for that is
+    exported by one process alone, see `run.export_newest`.
 
     Raises:
         CheckpointError: the folder is occupied, or a leaf is not finite.
     """
     shapes = dict(flatten(abstract_params(start.config, FLOAT32)))
-    leaves = {path: _whole(leaf, shapes[path].shape) for path, leaf in flatten(params)}
+    leaves = {path: _whole(leaf, shapes[path].shape) for path, leaf in flatten(params)}  # by all processes
     if jax.process_index() != 0:
         return
     folder = Path(folder)
@@ -47,10 +49,11 @@ def export(params: dict, start: Start, folder: str | Path, run: str | Path | Non
         shutil.copyfile(Path(run) / LOG_FILE, folder / LOG_FILE)
 
 
-def _whole(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The leaf without padding; of several processes, whole in each of them."""
+def _whole(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array | np.ndarray | None:
+    """The leaf without padding; of several processes in the memory of the first's host, None for the others."""
     cut = tuple(slice(0, n) for n in shape)
     if leaf.is_fully_addressable:
         return leaf if leaf.shape == shape else leaf[cut]
     where = sharding.shardings(leaf.sharding.mesh, Spec())
-    return jax.jit(lambda x: x[cut], out_shardings=where)(leaf)
+    whole = jax.jit(lambda x: x[cut], out_shardings=where)(leaf)
+    return np.array(whole) if jax.process_index() == 0 else None
