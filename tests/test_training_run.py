@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -19,9 +19,12 @@ import pytest
 import dsv41_jax as ds
 from dsv41_jax import distributed
 from dsv41_jax.checkpoint.names import flatten
+from dsv41_jax.sharding import ShardingError
 from dsv41_jax.training import run as training
 from dsv41_jax.training.checkpoint import Checkpoints
 from dsv41_jax.training.log import Log, read_log
+from dsv41_jax.training.loop import Loop
+from dsv41_jax.training.shards import own_shard
 from dsv41_jax.training.train_settings import TrainSettings
 from processes import Run, free_coordinator
 from tiny_training import tiny_training_config
@@ -146,6 +149,46 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(whole, caplog, how):
     assert losses(whole, name) == losses(whole, "whole")
 
 
+def test_what_cannot_be_read_for_another_reason_stays(whole, monkeypatch):
+    subprocess.run(["cp", "-r", str(whole / "whole"), str(whole / "unread")], check=True)
+
+    def out_of_memory(*arguments, **more):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", out_of_memory)
+    with pytest.raises(ValueError, match=f"/{STEPS}: its files are as they were written, .* out of memory"):
+        train(whole, run=str(whole / "unread"))
+    assert not list((whole / "unread" / "checkpoints").glob("damaged-*"))
+
+
+def test_what_a_killed_run_began_to_write_is_removed(whole):
+    subprocess.run(["cp", "-r", str(whole / "whole"), str(whole / "begun")], check=True)
+    checkpoints = whole / "begun" / "checkpoints"
+    (checkpoints / "9.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    train(whole, run=str(whole / "begun"))
+    assert sorted(int(path.name) for path in checkpoints.iterdir()) == [4, 6, 8]
+
+
+def test_an_export_changes_nothing_in_the_run(whole):
+    def files() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    run = whole / "exported"
+    subprocess.run(["cp", "-r", str(whole / "whole"), str(run)], check=True)
+    newest = max((run / "checkpoints" / str(STEPS)).rglob("*"), key=lambda path: path.stat().st_size)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    (run / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
+    before = files()
+    settings = TrainSettings.of(values(whole, run=str(run), export=str(whole / "exported model")))
+    training.export_newest(settings, distributed.here())
+    assert files() == before and (run / "checkpoints" / "9.orbax-checkpoint-tmp").is_dir()
+    assert ds.load(whole / "exported model", numerics="float32").config == CONFIG
+    nowhere = TrainSettings.of(values(whole, run=str(whole / "typo"), export=str(whole / "none")))
+    with pytest.raises(ValueError, match="no checkpoint to export"):
+        training.export_newest(nowhere, distributed.here())
+    assert not (whole / "typo").exists()
+
+
 def test_no_whole_checkpoint_is_an_error(whole):
     subprocess.run(["cp", "-r", str(whole / "whole"), str(whole / "all damaged")], check=True)
     for sums in (whole / "all damaged").rglob("sums.0.json"):
@@ -159,6 +202,19 @@ def test_a_run_of_other_settings_is_refused(whole):
         train(whole, run=str(whole / "whole"), stage="drafter")
     with pytest.raises(ValueError, match="length"):
         train(whole, run=str(whole / "whole"), data={"length": 16})
+    assert json.loads((whole / "whole" / "settings.json").read_text())["stage"] == "backbone"
+
+
+def test_settings_cut_short_do_not_stop_a_run(whole, caplog):
+    subprocess.run(["cp", "-r", str(whole / "whole"), str(whole / "cut")], check=True)
+    path = whole / "cut" / "settings.json"
+    text = path.read_text()
+    path.write_text(text[:100])
+    with caplog.at_level("WARNING"):
+        train(whole, run=str(whole / "cut"))
+    assert "settings.json cannot be read" in caplog.text
+    written, was = json.loads(path.read_text()), json.loads(text)
+    assert written.keys() == was.keys() and written["run"] == str(path.parent)
 
 
 def test_two_runs_do_not_share_a_folder(whole):
@@ -236,7 +292,7 @@ def _assert_stored(stored: dict, masters: dict) -> None:
     for path, leaf in flatten(stored):
         wanted = np.asarray(exact[path])
         error = np.abs(np.asarray(leaf) - wanted).max() / max(np.abs(wanted).max(), 1e-9)
-        assert error <= 0.17, path  # half a step of FP4 at the largest value is 1/6 of it
+        assert error <= 0.2001, path  # FP4 has 4 and 6 and nothing between: a largest value of 5 is off by a fifth
 
 
 @pytest.mark.slow
@@ -244,7 +300,8 @@ def test_two_processes_resume_bit_for_bit(whole, tmp_path):
     """Both are killed; rerun they end as a run of two that nothing disturbed."""
 
     def commands(run: str) -> list[list[str]]:
-        settings = json.dumps(values(whole, run=str(whole / run), mesh="2x1x1"))
+        folders = {"run": str(whole / run), "export": str(whole / f"{run} exported")}
+        settings = json.dumps(values(whole, **folders, mesh="2x1x1"))
         where = free_coordinator()
         return [[str(CHILD), settings, where, "2", str(i)] for i in range(2)]
 
@@ -256,12 +313,17 @@ def test_two_processes_resume_bit_for_bit(whole, tmp_path):
         deadline = time.monotonic() + 240
         while logged(whole, "two killed") < 5 and time.monotonic() < deadline:
             time.sleep(0.01)
-        for process in run.processes:
-            os.kill(process.pid, signal.SIGKILL)
+        for number in range(2):
+            run.kill(number)
+    assert 5 <= logged(whole, "two killed") < STEPS
     with Run(commands("two killed"), tmp_path / "c", 1) as run:
         run.all_well(300)
     assert_same(final(whole, "two killed"), final(whole, "two"))
     assert losses(whole, "two killed") == losses(whole, "two")
+    one = TrainSettings.of(values(whole, run=str(whole / "two"), export=str(whole / "two by one")))
+    training.export_newest(one, distributed.here())
+    for file in (whole / "two by one").glob("*.safetensors"):
+        assert file.read_bytes() == (whole / "two exported" / file.name).read_bytes()
 
 
 def test_settings_are_checked_before_anything_heavy(whole, tmp_path):
@@ -274,7 +336,9 @@ def test_settings_are_checked_before_anything_heavy(whole, tmp_path):
     refused("stage='all' is unknown", stage="all")
     refused("numerics='fp8' is unknown", numerics="fp8")
     refused("no quantisation point is called nothing", unquantized=["nothing"])
+    refused("no quantisation point is called nothing", unquantized=["nothing"], quantize_from=100)
     refused("accumulate=3: data.batch=4", accumulate=3)
+    refused("tokenizer='nowhere': no such folder", tokenizer="nowhere")
     refused("there is no file", model="fresh:nowhere.json")
     refused("data: unknown settings", data={"lenght": 3})
     refused("optimizer: .*decay_end", optimizer={"decay_end": 1})
@@ -282,6 +346,12 @@ def test_settings_are_checked_before_anything_heavy(whole, tmp_path):
     (tmp_path / "full" / "file").touch()
     refused("already exists", export=str(tmp_path / "full"))
     assert not (tmp_path / "none").exists()
+
+
+def test_each_part_of_a_batch_must_be_shared_out():
+    mesh = jax.sharding.AbstractMesh((2, 1, 2), ("data", "context", "tensor"))
+    with pytest.raises(ShardingError, match="data.batch=8: a multiple of the 4 devices .* times accumulate=4, is"):
+        own_shard(mesh, 8, 4)
 
 
 def test_parts_of_a_batch_add_up(whole):
@@ -316,3 +386,49 @@ def test_a_loss_that_is_not_finite_stops_the_run(whole, monkeypatch):
     monkeypatch.setattr(start, "init_params", broken)
     with pytest.raises(FloatingPointError, match="step 1: the loss is not finite"):
         train(whole, run=str(whole / "broken"), numerics="float32", steps=2, index_loss="none")
+
+
+def _break_from(monkeypatch, step: int) -> None:
+    """The loss of steps after so many is not finite: a batch comes with a weight that is none."""
+    batch_of, count = Loop._batch, itertools.count()
+
+    def broken(self):
+        batch = batch_of(self)
+        if next(count) >= step:
+            batch["weights"] = np.full_like(batch["weights"], np.nan)
+        return batch
+
+    monkeypatch.setattr(Loop, "_batch", broken)
+
+
+PLAIN = {"numerics": "float32", "index_loss": "none"}
+
+
+def test_no_checkpoint_has_a_step_that_is_not_finite(whole, monkeypatch):
+    """The broken step has no line in the log, but a checkpoint is due after it."""
+    _break_from(monkeypatch, 3)
+    with pytest.raises(FloatingPointError, match="step 4: the loss is not finite"):
+        train(whole, run=str(whole / "not saved"), log_every=10, **PLAIN)
+    assert sorted(path.name for path in (whole / "not saved" / "checkpoints").iterdir()) == ["2"]
+
+
+def test_a_run_that_only_leaves_steps_out_ends(whole, monkeypatch):
+    _break_from(monkeypatch, 0)
+    optimizer = {"skip_spikes": True, "spike_limit": 2}
+    with pytest.raises(FloatingPointError, match="step 3: the loss is not finite, and so in 3 steps left out in a row"):
+        train(whole, run=str(whole / "left out"), optimizer=optimizer, **PLAIN)
+
+
+def test_a_run_ends_with_its_data(whole, caplog):
+    """As after the last step: evaluated, saved, exported; run again it is the same."""
+    run, heldout = whole / "ended", {"sources": [{"path": str(whole / "heldout.npy")}], "every_steps": 1000}
+    short = {"steps": 1000, "data": {"epochs": 1}, "checkpoint": {"every_steps": 1000}, "evaluation": heldout, **PLAIN}
+    for number in (1, 2):
+        with caplog.at_level("WARNING"):
+            train(whole, run=str(run), export=str(whole / f"ended {number}"), **short)
+        assert "the data end after step" in caplog.text
+        lines = read_log(run / "train_log.jsonl")
+        done = max(line["step"] for line in lines)
+        assert 10 < done < 40 and [line["step"] for line in lines if line["kind"] == "evaluation"] == [done]
+        assert [path.name for path in (run / "checkpoints").iterdir()] == [str(done)]
+        assert (whole / f"ended {number}" / "config.json").is_file()
