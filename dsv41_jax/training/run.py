@@ -45,6 +45,10 @@ def train(settings: TrainSettings, processes: distributed.Processes) -> None:
     """
     run = Path(settings.run)
     if settings.export is not None:
+        complete = (run / CHECKPOINTS / str(settings.steps)).is_dir()
+        if complete and (Path(settings.export) / "config.json").is_file():
+            print(f"{run}: all {settings.steps} steps are done, and the model is in {settings.export}", flush=True)
+            return
         check_free(Path(settings.export))
     start = find_start(settings)
     processes.check_same({"training settings": str(settings), "model": str(start.config)})
