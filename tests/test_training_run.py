@@ -19,11 +19,14 @@ import pytest
 import dsv41_jax as ds
 from dsv41_jax import distributed
 from dsv41_jax.checkpoint.names import flatten
+from dsv41_jax.numerics import FLOAT32
 from dsv41_jax.sharding import ShardingError
 from dsv41_jax.training import run as training
 from dsv41_jax.training.checkpoint import Checkpoints
+from dsv41_jax.training.evaluation import Evaluation
 from dsv41_jax.training.log import Log, read_log
 from dsv41_jax.training.loop import Loop
+from dsv41_jax.training.pipeline import open_pipeline
 from dsv41_jax.training.shards import own_shard
 from dsv41_jax.training.train_settings import TrainSettings
 from processes import Run, free_coordinator
@@ -33,6 +36,7 @@ from training_run import values, write_inputs
 CONFIG = tiny_training_config()
 CHILD = Path(__file__).with_name("training_run.py")
 STEPS = 8
+PLAIN = {"numerics": "float32", "index_loss": "none"}
 
 
 def train(folder: Path, **changes) -> None:
@@ -106,22 +110,33 @@ def test_a_killed_run_goes_on_bit_for_bit(whole):
 
 @pytest.mark.slow
 def test_twenty_kills_at_random(whole):
-    """At random moments of a longer run, which writes a checkpoint every step in the background."""
+    """At random moments of a longer run, which writes a checkpoint every step in the background; every third time while
+    one is being written.
+    """
     changes = {"steps": 60, "checkpoint": {"every_steps": 1}, "log_every": 1}
     train(whole, run=str(whole / "long"), **changes)
-    generator, kills = random.Random(0), 0
-    while kills < 20:
-        process = child(whole, "random", **changes)
-        start = logged(whole, "random")
-        wanted = start + generator.randrange(1, 4)
-        kill_when(process, lambda wanted=wanted: logged(whole, "random") >= wanted, signal.SIGKILL)
-        kills += 1
-        if logged(whole, "random") >= 60:
-            break
-        if generator.random() < 0.5:  # in the middle of whatever follows a step
-            time.sleep(generator.random() * 0.05)
+    generator, checkpoints, begun = random.Random(0), whole / "random" / "checkpoints", 0
+
+    def unfinished() -> list[Path]:
+        return list(checkpoints.glob("*.orbax-checkpoint-tmp*"))
+
+    for number in range(20):
+        wanted, delay = logged(whole, "random") + generator.randrange(1, 4), generator.random() * 0.1
+
+        def ready(wanted=wanted, delay=delay, writing=number % 3 == 0) -> bool:
+            if logged(whole, "random") < wanted:
+                return False
+            if writing:
+                return bool(unfinished())
+            time.sleep(delay)  # in the middle of whatever follows a step
+            return True
+
+        kill_when(child(whole, "random", **changes), ready, signal.SIGKILL)
+        begun += bool(unfinished())
+        assert logged(whole, "random") < 60
+    assert begun >= 3
     train(whole, run=str(whole / "random"), **changes)
-    assert kills == 20
+    assert not unfinished()
     assert_same(final(whole, "random", **changes), final(whole, "long", **changes))
     assert losses(whole, "random") == losses(whole, "long")
 
@@ -235,6 +250,23 @@ def test_the_log_tells_the_run(whole):
     )
 
 
+def test_an_evaluation_gives_the_loss_of_the_step_that_follows(whole):
+    """Of the same rows, with and without the candidate restriction."""
+    params, found = final(whole, "whole")[0].params, []
+    held_out = {"sources": [{"path": str(whole / "train.npy")}], "rows": 4, "ced_rows": 0}
+    for candidates in (True, False):
+        changes = {"candidates": candidates, "data": {"shuffle": False}, "evaluation": held_out, **PLAIN}
+        settings = TrainSettings.of(values(whole, **changes))
+        start = training.find_start(settings)
+        trainer = training.trainer_of(settings, start, None)
+        evaluation = Evaluation(settings.evaluation, settings.data, trainer, start.token_map)
+        found.append(evaluation(params, FLOAT32)["nats"])
+        batch = next(open_pipeline(settings.data, start.config, start.token_map))
+        _, metrics = trainer.step()(jax.tree.map(jnp.copy, trainer.new_state(params, 0)), batch)
+        assert float(metrics["nats"]) == pytest.approx(found[-1], rel=1e-6)
+    assert abs(found[0] - found[1]) > 1e-5
+
+
 def test_a_log_is_cut_where_a_run_goes_on(tmp_path):
     log = Log(tmp_path, 0)
     for step in (1, 2, 3):
@@ -257,8 +289,6 @@ def test_the_first_loss_is_the_models_own_and_the_export_is_served(whole):
     again = {"model": str(folder / "first"), "tokenizer": None, "run": str(folder / "b"), "data": data}
     train(whole, **again, steps=3, numerics="float32", export=str(folder / "second"), index_loss="none")
     settings = TrainSettings.of(values(whole, **again))
-    from dsv41_jax.training.pipeline import open_pipeline
-
     start = training.find_start(settings)
     batch = next(open_pipeline(settings.data, start.config, start.token_map))
     line = read_log(folder / "b" / "train_log.jsonl")[0]
@@ -399,9 +429,6 @@ def _break_from(monkeypatch, step: int) -> None:
         return batch
 
     monkeypatch.setattr(Loop, "_batch", broken)
-
-
-PLAIN = {"numerics": "float32", "index_loss": "none"}
 
 
 def test_no_checkpoint_has_a_step_that_is_not_finite(whole, monkeypatch):
