@@ -25,6 +25,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="file with get_config(), see configs/*_pretraining.py")
     parser.add_argument(
         "--set",
+        action="extend",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
