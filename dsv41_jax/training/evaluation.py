@@ -67,11 +67,15 @@ class Evaluation:
         self._programs: dict[Numerics, jax.stages.Wrapped] = {}
 
     def _alone(self, count: int) -> np.ndarray | None:
-        """int32 [n, M]: the longest sample of each of the first rows, cut to one length; None where all are short."""
+        """int32 [n, M]: the longest sample without images of each of the first rows, cut to one length; None where all
+        are short.
+        """
         longest = []
         for batch in self._batches:
-            for ids, segments, weights in zip(batch["token_ids"], batch["segment_ids"], batch["weights"], strict=True):
-                lengths = np.bincount(segments, weights > 0)
+            images = batch.get("image_mask", np.zeros_like(batch["token_ids"], bool))
+            rows = zip(batch["token_ids"], batch["segment_ids"], batch["weights"], images, strict=True)
+            for ids, segments, weights, image in rows:
+                lengths = np.bincount(segments, (weights > 0) & ~np.isin(segments, segments[image]))
                 best = int(lengths.argmax())
                 own = np.flatnonzero(segments == best)
                 longest.append(ids[own[: int(lengths[best]) + 1]])
