@@ -356,6 +356,21 @@ def test_two_processes_resume_bit_for_bit(whole, tmp_path):
         assert file.read_bytes() == (whole / "two exported" / file.name).read_bytes()
 
 
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_after_the_same_step(whole, tmp_path):
+    settings = json.dumps(values(whole, run=str(whole / "stopped"), steps=10_000, mesh="2x1x1", **PLAIN))
+    where = free_coordinator()
+    with Run([[str(CHILD), settings, where, "2", str(i)] for i in range(2)], tmp_path, 1) as run:
+        deadline = time.monotonic() + 240
+        while logged(whole, "stopped") < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        run.kill(1, signal.SIGTERM)
+        ended = [run.wait(i, 120) for i in range(2)]
+    assert [each.code for each in ended] == [143, 143], ended
+    _, position, step = final(whole, "stopped", **PLAIN)
+    assert step == logged(whole, "stopped") == position["batches"]
+
+
 def test_settings_are_checked_before_anything_heavy(whole, tmp_path):
     def refused(message: str, **changes) -> None:
         with pytest.raises((ValueError, TypeError, OSError), match=message):
