@@ -27,7 +27,7 @@ class OptimizerSettings(Settings):
     update_rms: float = setting(0.18, "root mean square of an update of Muon or Sinkhorn at rate 1", least=0)
     split_index_heads: bool = setting(True, "orthogonalise the indexer's queries per head (the report does not say)")
     newton_schulz_dtype: str = setting("float32", "of Muon's products; bfloat16 for accelerators", choices=DTYPES)
-    momentum_dtype: str = setting("float32", "of the momentum of Muon and Sinkhorn; Engram tables: float32", choices=DTYPES)
+    momentum_dtype: str = setting("float32", "of Muon's and Sinkhorn's momentum, not of tables'", choices=DTYPES)
 
     sinkhorn_momentum: float = setting(0.95, "momentum of embeddings, head and Engram tables", least=0.01, most=0.9999)
     sinkhorn_steps: int = setting(11, "row and column normalisations, an odd number", least=1)
