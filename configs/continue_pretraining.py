@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """A short run at a small rate, with the quantisation of the release, so that what is exported is what was trained."""
+    """A short run at a small rate, quantised as the release is, so that what is exported is what was trained."""
     return ConfigDict(
         {
             "model": "demo",

@@ -32,7 +32,12 @@ def get_config() -> ConfigDict:
                 "table_rate": 10.0,
                 "clip_norm": 1.0,
             },
-            "data": {"sources": [{"path": "demo_data/train.npy"}], "batch": 8, "length": 256, "replay_probability": 0.2},
+            "data": {
+                "sources": [{"path": "demo_data/train.npy"}],
+                "batch": 8,
+                "length": 256,
+                "replay_probability": 0.2,
+            },
             "evaluation": {"sources": [{"path": "demo_data/heldout.npy"}], "every_steps": 150},
             "checkpoint": {"every_steps": 150, "keep": 2},
         }
