@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-STEPS = 900
+STEPS = 2400
 
 
 def get_config() -> ConfigDict:

@@ -37,6 +37,7 @@ class _Facts:
 
     expert_rows: float | None = None
     while_trips: float | None = None
+    counted: bool = True
 
 
 def work(
@@ -55,7 +56,11 @@ def work(
 
 
 def jaxpr_work(
-    jaxpr: ClosedJaxpr | Jaxpr, *, expert_rows: float | None = None, while_trips: float | None = None
+    jaxpr: ClosedJaxpr | Jaxpr,
+    *,
+    expert_rows: float | None = None,
+    while_trips: float | None = None,
+    spread_only: bool = False,
 ) -> dict[str, float]:
     """Floating-point operations of a jaxpr by precision.
 
@@ -67,6 +72,7 @@ def jaxpr_work(
             routing. Needed where there is such a kernel.
         while_trips: how often the body of each while loop runs; needed where one does arithmetic. The exchange of
             tokens for experts in rounds has one for further rounds, which runs 0 times where the load is even.
+        spread_only: count what stands inside a shard_map only; outside of it shapes are those of all devices together.
 
     Returns:
         {"fp4", "fp8", "bf16", "f32", "one_hot"}. A kernel counts by the precision that the release multiplies in, any
@@ -77,7 +83,7 @@ def jaxpr_work(
         ValueError: arithmetic whose amount the jaxpr and the arguments do not tell, or an unknown kernel.
     """
     total = dict.fromkeys((*PRECISIONS, ONE_HOT), 0)
-    for (kind, precision), count in _count(jaxpr, _Facts(expert_rows, while_trips)).items():
+    for (kind, precision), count in _count(jaxpr, _Facts(expert_rows, while_trips, not spread_only)).items():
         total[ONE_HOT if kind == ONE_HOT else precision] += count
     return total
 
@@ -129,6 +135,10 @@ def _times(counts: Counts, factor: float) -> Counts:
 
 def _equation(equation: JaxprEqn, facts: _Facts) -> Counts:
     name, params = equation.primitive.name, equation.params
+    if name == "shard_map":
+        facts = dataclasses.replace(facts, counted=True)
+    if not facts.counted and name in ("dot_general", "conv_general_dilated", "pallas_call"):
+        return {}
     if name == "dot_general":
         return {("matmul", _precision(equation)): _matmul(equation)}
     if name == "conv_general_dilated":

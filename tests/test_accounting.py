@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from dsv41_jax.accounting import flops, jaxpr_flops, work
+from dsv41_jax.accounting import flops, jaxpr_flops, jaxpr_work, work
 from pallas_kernels.flops import ONE_HOT_SCOPE
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -133,7 +133,12 @@ def test_a_device_of_a_mesh():
 
     abstract = jax.sharding.AbstractMesh((4,), ("x",))
     share = jax.shard_map(lambda x: x @ x.T, mesh=abstract, in_specs=spec, out_specs=spec, check_vma=False)
-    assert flops(share, jax.ShapeDtypeStruct((8, 4), jnp.float32))["matmul"] == 2 * 2 * 4 * 2  # [2, 4] on each of 4
+    rows = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    assert flops(share, rows)["matmul"] == 2 * 2 * 4 * 2  # [2, 4] on each of 4
+    # What is outside has the shapes of all devices together, and can be left out.
+    both = jax.make_jaxpr(lambda x: (share(x), jax.jit(lambda x: x @ x.T)(x)))(rows)
+    assert jaxpr_work(both)["f32"] == 2 * 2 * 4 * 2 + 2 * 8 * 4 * 8
+    assert jaxpr_work(both, spread_only=True)["f32"] == 2 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize(

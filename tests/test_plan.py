@@ -130,6 +130,7 @@ def test_what_follows_from_a_report():
     assert not made_report(left=-1).fits and "DOES NOT FIT" in text.full(made_report(left=-1))
     training = dataclasses.replace(report, weighted=None)
     assert "by arithmetic" in text.full(report) and "by arithmetic" not in text.full(training)
+    assert "optimizer's are left out" in text.full(training) and "optimizer's" not in text.full(report)
     broken = dataclasses.replace(report, bounds=None, memory=None, error="Mosaic failed to compile")
     assert not broken.fits and "does not compile: Mosaic" in text.full(broken) and "| no " in text.table([broken])
     large = dataclasses.replace(broken, error="JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory on HBM")

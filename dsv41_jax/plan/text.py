@@ -54,7 +54,8 @@ def full(report: Report) -> str:
         lines += [*_traffic(report), ""]
     if report.flops:
         parts = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in report.flops.items() if count)
-        lines += [f"GFLOP a device: {parts} (by the precision that the release multiplies in)"]
+        left_out = "; the optimizer's are left out" if report.weighted is None else ""
+        lines += [f"GFLOP a device: {parts} (by the precision that the release multiplies in{left_out})"]
         if report.weighted:
             program, arithmetic = (count / 1e9 for count in report.weighted)
             lines += [f"weighted GFLOP a token: {program:.2f} in the program, {arithmetic:.2f} by arithmetic"]

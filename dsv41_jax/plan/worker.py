@@ -77,8 +77,15 @@ class PlannedStep:
     def flops(self) -> dict[str, float]:
         """FLOPs of one device by precision, with as many rows for its experts as uniform routing gives."""
         chosen = self.request.batch * self.request.tokens * self.config.num_experts_per_tok
-        rounds = 1 if self.request.phase == "train" else 0  # serving's first round is outside of its loop
-        return accounting.jaxpr_work(self.traced.jaxpr, expert_rows=chosen / self.machine.devices, while_trips=rounds)
+        training = self.request.phase == "train"
+        # Serving's first round of an exchange is outside of its loop. The optimizer's products are outside of any
+        # shard_map, in the shapes of all devices together: they are left out.
+        return accounting.jaxpr_work(
+            self.traced.jaxpr,
+            expert_rows=chosen / self.machine.devices,
+            while_trips=1 if training else 0,
+            spread_only=training,
+        )
 
     @property
     def weighted(self) -> tuple[float, float] | None:
