@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-STEPS = 2400
+STEPS = 1500
 
 
 def get_config() -> ConfigDict:
@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
             "export": "runs/demo_model",
             "stage": "drafter",
             "steps": STEPS,
-            "objective": {"anchors": 24},
+            "objective": {"anchors": 24, "bias_speed": 0.01},
             "optimizer": {
                 "peak_rate": 4e-3,
                 "final_rate": 5e-5,

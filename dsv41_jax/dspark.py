@@ -23,7 +23,7 @@ from dsv41_jax.linear import Linear
 from dsv41_jax.norms import RMSNorm
 from dsv41_jax.numerics import Numerics, project_rows
 from dsv41_jax.rope import angles, layer_frequencies
-from dsv41_jax.router_notes import TokenFacts
+from dsv41_jax.router_notes import RouterNotes, TokenFacts
 from dsv41_jax.vocabulary import by_vocabulary, embed_ids, logits_of
 
 
@@ -75,7 +75,7 @@ def draft_hidden(
     window_kv: Callable[[Array], Array],
     window_mask: Array,
     facts: TokenFacts | None = None,
-) -> Array:
+) -> Array | tuple[Array, RouterNotes]:
     """Hidden states of one round.
 
     Args:
@@ -85,7 +85,7 @@ def draft_hidden(
         facts: of the round's tokens, in training: then the experts have a gradient on any mesh.
 
     Returns:
-        [B, block, D], collapsed and not normed.
+        [B, block, D], collapsed and not normed; with facts also what the experts of the blocks report.
     """
     size = config.dspark_block_size
     b = anchor.shape[0]
@@ -101,7 +101,7 @@ def draft_hidden(
         [jnp.broadcast_to(window_mask[:, None], (b, size, n)), jnp.ones((b, size, size), bool)], axis=-1
     )
 
-    def draft_block(carry: tuple[Array, Array], m: Array) -> tuple[tuple[Array, Array], None]:
+    def draft_block(carry: tuple[Array, Array], m: Array) -> tuple[tuple[Array, Array], RouterNotes | None]:
         layer = pick(params["mtp"]["layers"], m, numerics.kernels)
         variables = {"params": layer["attn"]}
 
@@ -117,11 +117,12 @@ def draft_hidden(
                 o = module.apply(variables, q, keys, mask, None, None, method="attend")
             return module.apply(variables, o, cos, sin, method="output")
 
-        x, pre, _ = block(config, numerics, layer, *carry, attention, None, draft=True, facts=facts)
-        return (x, pre), None
+        x, pre, notes = block(config, numerics, layer, *carry, attention, None, draft=True, facts=facts)
+        return (x, pre), None if facts is None else notes
 
-    (x, pre), _ = jax.lax.scan(draft_block, (x, pre), jnp.arange(config.n_draft))
-    return hc.collapse(x, pre, numerics)
+    (x, pre), notes = jax.lax.scan(draft_block, (x, pre), jnp.arange(config.n_draft))
+    hidden = hc.collapse(x, pre, numerics)
+    return hidden if facts is None else (hidden, notes)
 
 
 def base_logits(config: ModelConfig, numerics: Numerics, params: Params, hidden: Array) -> Array:

@@ -123,6 +123,13 @@ def test_nothing_is_divided_by_zero():
     np.testing.assert_allclose(np.linalg.svd(half_precision, compute_uv=False), 1, atol=0.05)  # 8 bits, ten steps
 
 
+@pytest.mark.parametrize("size", [1e-10, 1e-18, 1e-19, 1e-20, 3e-21, 1e-22, 1e-30, 1e20, 1e30])
+def test_the_size_of_a_momentum_does_not_matter(size):
+    """Squares of numbers below 1e-19 are zero in float32: what decays for lack of gradients must not be blown up."""
+    x = np.random.default_rng(1).standard_normal((3, 8, 16)).astype(np.float32)
+    np.testing.assert_allclose(orthogonalize(jnp.asarray(x * np.float32(size))), orthogonalize(x), atol=2e-3)
+
+
 def test_sinkhorn_ends_with_rows_of_one_length_and_columns_nearly():
     random = np.random.default_rng(2)
     gradient = np.exp(random.standard_normal((500, 1)) * 2) * random.standard_normal((500, 32))

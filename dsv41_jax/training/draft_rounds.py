@@ -42,8 +42,13 @@ class DraftRounds:
         taken = rows[jnp.arange(b)[:, None, None], jnp.clip(places, 0, t - 1)]
         return taken.reshape(-1, *taken.shape[2:])
 
-    def draft(self, numerics: Numerics, params: dict, taps: dict[int, Array]) -> tuple[Array, Array]:
-        """Logits float32 [R, block, V] and raw confidence float32 [R, block]; taps {layer: [B, T, D]}."""
+    def draft(self, numerics: Numerics, params: dict, taps: dict[int, Array]) -> tuple[Array, Array, Array]:
+        """The drafts of all rounds, from taps {layer: [B, T, D]}.
+
+        Returns:
+            logits float32 [R, block, V], raw confidence float32 [R, block], and how many tokens each expert of the draft
+            blocks had, float32 [blocks, 2, E].
+        """
         config = self.config
         width = config.sliding_window
         back = self.anchors[..., None] - width + jnp.arange(width)
@@ -58,9 +63,9 @@ class DraftRounds:
         windows = jnp.stack([window(m) for m in range(config.n_draft)])
         first = self.previous[:, 0]
         facts = TokenFacts(jnp.zeros(self.targets.shape, jnp.int32), jnp.ones(self.targets.shape, jnp.float32))
-        hidden = dspark.draft_hidden(
+        hidden, router = dspark.draft_hidden(
             config, numerics, params, first, self.start, lambda m: pick(windows, m), mask, facts
         )
         embedding, bias = dspark.markov(config, numerics, params, self.previous)
         logits = dspark.base_logits(config, numerics, params, hidden) + bias
-        return logits, dspark.confidence(params, hidden, embedding)
+        return logits, dspark.confidence(params, hidden, embedding), router.loads

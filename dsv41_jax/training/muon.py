@@ -39,6 +39,9 @@ def orthogonalize(x: Array, dtype: jnp.dtype = jnp.float32, epsilon: float = 1e-
     if x.shape[-2] > x.shape[-1]:  # the square of the smaller side is formed
         return orthogonalize(x.swapaxes(-1, -2), dtype, epsilon).swapaxes(-1, -2)
     x = x.astype(jnp.float32)
+    # By the largest number first: the momentum of an expert that nothing chooses decays until its squares are zero.
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    x = x / jnp.where(largest > 0, largest, 1.0)
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True)) + epsilon)
 
     def product(equation: str, a: Array, b: Array) -> Array:

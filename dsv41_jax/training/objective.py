@@ -73,7 +73,8 @@ class Losses:
 
         Returns:
             float32 [], and {"loss", "nats", "index", "balance", "dropped" float32 [], "loads" [layers, 2, E]}, for a
-            drafter {"draft_<part>"} of `loss.draft_loss`. Numbers of the parts of a step add up to the step's.
+            drafter {"draft_loads" [blocks, 2, E], "draft_<part>"} of `loss.draft_loss`. Numbers of the parts of a step
+            add up to the step's.
         """
         hidden, notes = self._forward(params, rows, batch)
         loss, report = jnp.zeros((), jnp.float32), {}
@@ -130,8 +131,9 @@ class Losses:
             ({name: part for name, part in params.items() if name != "mtp"}, hidden, notes["taps"])
         )
         rounds = DraftRounds(self.config, batch, anchors)
-        logits, confidence = rounds.draft(self.numerics, {**target, "mtp": params["mtp"]}, taps)
+        logits, confidence, loads = rounds.draft(self.numerics, {**target, "mtp": params["mtp"]}, taps)
         places = rounds.take(hidden, rounds.places)
         wanted = model.head(self.config, self.numerics, target, places)
         loss, parts = draft_loss(logits, wanted, rounds.targets, confidence, rounds.weights, self.total)
-        return jax.tree.map(lambda x: x / self.parts, (loss, parts))
+        loss, parts = jax.tree.map(lambda x: x / self.parts, (loss, parts))
+        return loss, {**parts, "loads": self.total(loads)}

@@ -90,10 +90,13 @@ class Trainer:
         scaled = jax.tree.map(lambda g: factor * g, gradients) if self.settings.clip_norm is not None else gradients
         updates, opt_state = self.optimizer.update(scaled, state.opt_state, trained, step=state.step)
         moved = optax.apply_updates(trained, updates)
-        loads = report.pop("loads", None)
+        loads, draft_loads = report.pop("loads", None), report.pop("draft_loads", None)
+        speed = self.losses.objective.bias_speed
         if loads is not None:
-            speed = self.losses.objective.bias_speed
             moved["layers"]["ffn"]["gate"] = balanced_bias(moved["layers"]["ffn"]["gate"], loads, speed)
+        if draft_loads is not None:
+            drafter = moved["mtp"]["layers"]["ffn"]
+            drafter["gate"] = balanced_bias(drafter["gate"], draft_loads, speed)
         if self.settings.skip_spikes:
             moved, opt_state = keep(taken, (moved, opt_state), (trained, state.opt_state))
         momentum = dict(state.momentum)
@@ -117,6 +120,8 @@ class Trainer:
         metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
         if stop is not None:
             metrics["stop"] = jnp.sum(stop)
+        if draft_loads is not None:
+            metrics["draft_load_max"] = jnp.max(load_peaks(draft_loads))
         if loads is not None:
             metrics |= _balance_report(loads, new.params["layers"]["ffn"]["gate"])
         return new, metrics
