@@ -46,8 +46,8 @@ class DraftRounds:
         """The drafts of all rounds, from taps {layer: [B, T, D]}.
 
         Returns:
-            logits float32 [R, block, V], raw confidence float32 [R, block], and how many tokens each expert of the draft
-            blocks had, float32 [blocks, 2, E].
+            logits float32 [R, block, V], raw confidence float32 [R, block], and how many tokens each expert of the
+            draft blocks had, float32 [blocks, 2, E].
         """
         config = self.config
         width = config.sliding_window
