@@ -85,3 +85,11 @@ def test_bundles_without_a_tpu():
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "| mhc | connect n=64 | v5e |" in text and " a token |" in text
     assert "connect n=64, v5e: mhc_connect" in text and "loop x " in text
+
+
+@pytest.mark.slow
+def test_train_runs(capsys):
+    bench.main("train --rows 4 --length 64 --parts 2 --repeats 1 --json".split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 256 and len(found["results"]) == 5
+    assert found["results"][0]["times_plain"] == 1 and all(row["seconds"] > 0 for row in found["results"])

@@ -135,7 +135,7 @@ def train(flags: argparse.Namespace) -> None:
     """The measurement that the flags ask for, printed."""
     compile_cache.enable()
     facts = machine()
-    folder = find_folder(flags.model)
+    folder = find_folder(flags.model, None)
     source = open_folder(folder)
     config, params = source.config, load_params(source, FLOAT32)
     batch = random_batch(config, token_map_of(folder), flags.rows, flags.length)
