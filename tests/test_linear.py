@@ -8,7 +8,15 @@ import pytest
 from dsv41_jax import quant
 from dsv41_jax.csa2 import GroupedLinear
 from dsv41_jax.linear import Linear, LinearF32, weight_matrix
-from dsv41_jax.numerics import FLOAT32, NOQUANT, QUANTIZED_TRAINING, RELEASED, Numerics, project_rows
+from dsv41_jax.numerics import (
+    FLOAT32,
+    NOQUANT,
+    QUANTIZED_TRAINING,
+    QUANTIZED_TRAINING_BF16,
+    RELEASED,
+    Numerics,
+    project_rows,
+)
 from module_golden import BF16, assert_close, assert_same_bits, load, weights, wide
 
 GOLD = load("quant")
@@ -62,8 +70,13 @@ def test_training_rounds_weights_through_their_stored_format():
     )(w)
     assert_same_bits(rounded, want)
     assert (rounded != w).any()
-    for numerics, stored_as in ((QUANTIZED_TRAINING, None), (RELEASED, "fp8"), (FLOAT32, "fp8")):
-        assert weight_matrix({"weight": w}, numerics, stored_as) is w
+    for numerics, stored_as in ((QUANTIZED_TRAINING, None), (FLOAT32, "fp8")):
+        assert_same_bits(weight_matrix({"weight": jnp.asarray(w)}, numerics, stored_as), w)
+    # Masters are multiplied in the activation dtype; what they are quantised to is exact in it.
+    assert_same_bits(weight_matrix({"weight": jnp.asarray(w)}, RELEASED, "fp8"), w.astype(BF16))
+    assert_same_bits(
+        weight_matrix({"weight": jnp.asarray(w)}, QUANTIZED_TRAINING_BF16, "fp8").astype(jnp.float32), rounded
+    )
 
 
 def modules(inner: int) -> dict:

@@ -84,7 +84,7 @@ def first_draft(model: ds.Model, case: str) -> tuple:
     return draft(model.params, taps, jnp.asarray(g["fp32.decode_tokens"][:1]))
 
 
-def block_with_own_mix(config, numerics, params, x, pre, attention, image_mask, draft=False):
+def block_with_own_mix(config, numerics, params, x, pre, attention, image_mask, draft=False, facts=None):
     """`blocks.block`, but each sublayer reads what its own `pre` mixes instead of the one before it."""
     connect = hc.HyperConnection(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
     norm = RMSNorm(config.rms_norm_eps, numerics)
