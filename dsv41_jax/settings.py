@@ -11,12 +11,33 @@ A field whose type is itself a `Settings` is a section: a mapping becomes it, an
 
 import dataclasses
 import math
+import runpy
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
+from ml_collections import ConfigDict
+
 from dsv41_jax.arguments import is_real, is_whole
+
+
+def config_values(path: str) -> dict[str, Any]:
+    """What the `get_config()` of a --config file returns, as plain dicts.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: a file that cannot be run or has no get_config().
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--config={path}: no such file")
+    try:
+        made = runpy.run_path(path)
+    except Exception as error:
+        raise ValueError(f"--config={path} cannot be run: {type(error).__name__}: {error}") from error
+    if "get_config" not in made:
+        raise ValueError(f"--config={path} has no get_config()")
+    return ConfigDict(made["get_config"]()).to_dict()
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:

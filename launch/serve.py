@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import runpy
 import sys
-from pathlib import Path
-from typing import Any
 
 from dsv41_jax import compile_cache, distributed
 from dsv41_jax.serving.settings import ServeSettings
+from dsv41_jax.settings import config_values
 
 _YES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _MAY_DIFFER = ("compilation_cache", "host", "port", "api_key_file")
@@ -66,17 +64,7 @@ def settings_of(flags: argparse.Namespace) -> ServeSettings:
     Raises:
         ValueError, TypeError: a setting that is wrong. OSError: no such config.
     """
-    values: dict[str, Any] = {}
-    if flags.config is not None:
-        if not Path(flags.config).is_file():
-            raise FileNotFoundError(f"--config={flags.config}: no such file")
-        try:
-            made = runpy.run_path(flags.config)
-        except Exception as error:
-            raise ValueError(f"--config={flags.config} cannot be run: {type(error).__name__}: {error}") from error
-        if "get_config" not in made:
-            raise ValueError(f"--config={flags.config} has no get_config()")
-        values = dict(made["get_config"]())
+    values = {} if flags.config is None else config_values(flags.config)
     for field in dataclasses.fields(ServeSettings):
         given = getattr(flags, field.name)
         if given is not None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import ast
 import logging
-import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 from dsv41_jax import compile_cache, distributed
+from dsv41_jax.settings import config_values, listed
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -51,15 +50,7 @@ def values_of(flags: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: a config without get_config(), or a change that is no NAME=VALUE. FileNotFoundError: no such file.
     """
-    if not Path(flags.config).is_file():
-        raise FileNotFoundError(f"--config={flags.config}: no such file")
-    try:
-        made = runpy.run_path(flags.config)
-    except Exception as error:
-        raise ValueError(f"--config={flags.config} cannot be run: {type(error).__name__}: {error}") from error
-    if "get_config" not in made:
-        raise ValueError(f"--config={flags.config} has no get_config()")
-    values = made["get_config"]().to_dict()
+    values = config_values(flags.config)
     for change in flags.set:
         name, sign, text = change.partition("=")
         if not sign or not name:
@@ -103,7 +94,6 @@ def main(argv: list[str] | None = None) -> None:
     for noisy in ("jax", "absl", "orbax"):
         logging.getLogger(noisy).setLevel("WARNING")
     try:
-        from dsv41_jax.settings import listed
         from dsv41_jax.training.train_settings import TrainSettings
 
         settings = TrainSettings.of(values_of(flags))  # before other hosts are waited for

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsv41_jax import distributed, sharding
-from dsv41_jax.checkpoint.names import flatten
+from dsv41_jax.checkpoint.names import flatten, nest
 from dsv41_jax.training.shards import batch_on_mesh, own_shard
 from dsv41_jax.training.state import state_shardings
 from tiny_training import tiny_params, tiny_training_config, tiny_windows
@@ -29,24 +29,22 @@ def numbers(metrics: dict) -> dict[str, float]:
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
+def on_mesh(params: dict, mesh: Mesh) -> dict:
+    """Parameters in their shards, experts and tables padded; every process calls it with the whole of them."""
+    layout, padded = sharding.layout_of(mesh), {}
+    for path, x in flatten(params):
+        shape = sharding.padded_shape(path, x.shape, layout, False)
+        padded[path] = np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+    places = dict(flatten(sharding.shardings(mesh, sharding.param_specs(nest(padded), layout))))
+    return nest(
+        {path: jax.make_array_from_callback(x.shape, places[path], x.__getitem__) for path, x in padded.items()}
+    )
+
+
 def train(mesh: Mesh, result: str | None) -> None:
     """Train, check that everything stays where the rules put it, and write parameters and metrics to a file."""
     distributed.connect(mesh)
-    trainer, params = tiny_trainer(mesh), make_params()
-    where = state_shardings(params, trainer.parts, trainer.optimizer, mesh)
-    layout = sharding.layout_of(mesh)
-
-    def put(path: tuple, x: np.ndarray) -> np.ndarray:
-        shape = sharding.padded_shape(path, x.shape, layout, False)
-        return np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
-
-    padded = {path: put(path, x) for path, x in flatten(params)}
-    places = dict(flatten(where.params))
-    from dsv41_jax.checkpoint.names import nest
-
-    spread = nest(
-        {path: jax.make_array_from_callback(x.shape, places[path], x.__getitem__) for path, x in padded.items()}
-    )
+    trainer, spread = tiny_trainer(mesh), on_mesh(make_params(), mesh)
     state = trainer.new_state(spread, 0)
     where = state_shardings(spread, trainer.parts, trainer.optimizer, mesh)
     shard, shards = own_shard(mesh, ROWS)

@@ -11,31 +11,19 @@ import numpy as np
 from jax.sharding import PartitionSpec as Spec
 
 from dsv41_jax import sharding
-from dsv41_jax.checkpoint.names import flatten, nest
+from dsv41_jax.checkpoint.names import flatten
 from dsv41_jax.parallel import AXES, Parallel
 from dsv41_jax.training import table_step
 from dsv41_jax.training.optimizer_settings import OptimizerSettings
 from dsv41_jax.training.shards import batch_on_mesh
 from dsv41_jax.training.sinkhorn import update_rows, update_visited_rows
 from dsv41_jax.training.table_rounds import fetch_rows, visit_rows
+from spread_training import on_mesh
 from tiny_training import tiny_params, tiny_training_config, tiny_windows
 from training_run import tiny_trainer
 
 CONFIG = tiny_training_config()
 ROWS = 8
-
-
-def on_mesh(params: dict, mesh) -> dict:
-    """Parameters in their shards, experts and tables padded."""
-    layout = sharding.layout_of(mesh)
-    padded = {
-        path: np.pad(
-            x, [(0, n - m) for n, m in zip(sharding.padded_shape(path, x.shape, layout, False), x.shape, strict=True)]
-        )
-        for path, x in flatten(params)
-    }
-    specs = dict(flatten(sharding.param_specs(nest(padded), layout)))
-    return nest({path: jax.device_put(x, sharding.shardings(mesh, specs[path])) for path, x in padded.items()})
 
 
 def trained(mesh, params: dict, batches: list[dict], parts: int, stage: str) -> tuple[dict, list[dict]]:

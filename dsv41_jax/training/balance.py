@@ -6,7 +6,6 @@ from jax import Array
 
 from dsv41_jax.router_notes import IMAGE, TEXT, TokenFacts
 
-BALANCE_WEIGHT = 1e-4  # of the sequence balance loss
 BIAS_SPEED = 0.001  # of the report, for a long run; a short one must balance sooner
 
 

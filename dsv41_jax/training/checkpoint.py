@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from dsv41_jax.checkpoint.orbax_writer import first_line
 from dsv41_jax.training.file_sums import damage, summed, write_sums
 from dsv41_jax.training.state import TrainState
 
@@ -62,7 +63,8 @@ class Checkpoints:
         if step == self._manager.latest_step():
             return
         self.wait()
-        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=_json(data)))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data))
+        self._manager.save(step, args=args)
         self._unsummed = step
 
     def poll(self) -> None:
@@ -120,14 +122,13 @@ class Checkpoints:
         except Exception as error:  # whatever the libraries below make of damaged files
             if summed(self.folder / str(step)):
                 raise ValueError(
-                    f"{self.folder}/{step}: its files are as they were written, but cannot be read: "
-                    f"{_first_line(error)}"
+                    f"{self.folder}/{step}: its files are as they were written, but cannot be read: {first_line(error)}"
                 ) from error
             if jax.process_count() > 1:
                 raise ValueError(
-                    f"{self.folder}/{step} cannot be read ({_first_line(error)}): remove that folder and start again"
+                    f"{self.folder}/{step} cannot be read ({first_line(error)}): remove that folder and start again"
                 ) from error
-            return _first_line(error), None
+            return first_line(error), None
         return None, (found.state, found.data)
 
     def _check_shapes(self, step: int, like: TrainState) -> None:
@@ -183,10 +184,6 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _json(data: dict) -> Any:
-    return ocp.args.JsonSave(data)
-
-
 def _path(path: tuple) -> str:
     names = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path)
     return ".".join(str(name) for name in names)
@@ -196,10 +193,6 @@ def _described(x: Any) -> jax.ShapeDtypeStruct:
     """With a place for it: without one, Orbax takes only arrays that were on the devices that are here."""
     where = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _first_of_all_processes(own: str | None) -> str | None:

@@ -22,9 +22,8 @@ from dsv41_jax.generate import Model
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.runner import Runner
 from dsv41_jax.training.data_settings import DataSettings
-from dsv41_jax.training.image_embeds import image_embeds
 from dsv41_jax.training.loss import token_nats
-from dsv41_jax.training.objective import quantized_rows
+from dsv41_jax.training.objective import forward_batch
 from dsv41_jax.training.pipeline import open_pipeline
 from dsv41_jax.training.replay_floor import replay_floors
 from dsv41_jax.training.shards import batch_on_mesh, own_shard
@@ -142,20 +141,7 @@ class Evaluation:
 
 
 def _nats(config, numerics: Numerics, options: ForwardOptions, params: dict, memory: dict, batch: dict) -> Array:
-    mask, embeds = batch.get("image_mask"), None
-    if mask is not None:
-        embeds = image_embeds(config, numerics, params, batch["images"], mask.shape)
-    hidden, _ = model.forward(
-        config,
-        numerics,
-        params,
-        batch["token_ids"],
-        quantized_rows(numerics, memory),
-        batch["segment_ids"],
-        image_mask=mask,
-        image_embeds=embeds,
-        options=options,
-    )
+    hidden, _ = forward_batch(config, numerics, options, params, memory, batch)
     return summed_nats(config, numerics, params, hidden, batch["targets"], batch["weights"])
 
 

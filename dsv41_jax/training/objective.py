@@ -11,8 +11,9 @@ from dsv41_jax import model, quant
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.forward_options import ForwardOptions
 from dsv41_jax.numerics import Numerics
+from dsv41_jax.router_notes import TokenFacts
 from dsv41_jax.settings import Settings, setting
-from dsv41_jax.training.balance import token_facts
+from dsv41_jax.training.balance import BIAS_SPEED, token_facts
 from dsv41_jax.training.draft_rounds import DraftRounds
 from dsv41_jax.training.image_embeds import image_embeds
 from dsv41_jax.training.loss import draft_loss
@@ -31,15 +32,43 @@ class Objective(Settings):
 
     balance_weight: float = setting(1e-4, "of the sequence balance loss", least=0)
     index_weight: float = setting(1.0, "of the indexers' own loss, which trains nothing else", least=0)
-    bias_speed: float = setting(1e-3, "how far a router bias moves in a step", least=0)
+    bias_speed: float = setting(BIAS_SPEED, "how far a router bias moves in a step", least=0)
     anchors: int = setting(24, "draft rounds of each row of a step, at random places")
 
 
-def quantized_rows(numerics: Numerics, rows: dict[str, Array]) -> dict[str, Array]:
-    """Engram rows [..., width] rounded through the format that their tables are stored in, where that is simulated."""
-    if not numerics.quantizes("tables"):
-        return rows
-    return {name: quant.fake_quantize_weight("fp8_rows", value) for name, value in rows.items()}
+def forward_batch(
+    config: ModelConfig,
+    numerics: Numerics,
+    options: ForwardOptions,
+    params: dict,
+    rows: dict[str, Array],
+    batch: dict,
+    facts: TokenFacts | None = None,
+) -> tuple[Array, dict]:
+    """`model.forward` of a batch, its images included.
+
+    Args:
+        rows: float32 Engram rows {"l<L>": [B, T, columns, width]} as the tables hold them; rounded here through the
+            format that tables are stored in, where that is simulated.
+    """
+    if numerics.quantizes("tables"):
+        rows = {name: quant.fake_quantize_weight("fp8_rows", value) for name, value in rows.items()}
+    mask, embeds = batch.get("image_mask"), None
+    if mask is not None:
+        embeds = image_embeds(config, numerics, params, batch["images"], mask.shape)
+    return model.forward(
+        config,
+        numerics,
+        params,
+        batch["token_ids"],
+        rows,
+        batch["segment_ids"],
+        image_mask=mask,
+        image_embeds=embeds,
+        replay=batch.get("replay"),
+        facts=facts,
+        options=options,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,26 +116,11 @@ class Losses:
         return loss, {"loss": loss, **report}
 
     def _forward(self, params: dict, rows: dict[str, Array], batch: dict) -> tuple[Array, dict]:
-        numerics = self.numerics
-        rows = quantized_rows(numerics, rows)
-        mask, embeds = batch.get("image_mask"), None
-        if mask is not None:
-            embeds = image_embeds(self.config, numerics, params, batch["images"], mask.shape)
-        backbone = self.stage != "drafter"
-        options = self.options if backbone else dataclasses.replace(self.options, index_loss="none")
-        return model.forward(
-            self.config,
-            numerics,
-            params,
-            batch["token_ids"],
-            rows,
-            batch["segment_ids"],
-            image_mask=mask,
-            image_embeds=embeds,
-            replay=batch.get("replay"),
-            facts=token_facts(batch["segment_ids"], batch["weights"]) if backbone else None,
-            options=options,
-        )
+        if self.stage == "drafter":
+            options = dataclasses.replace(self.options, index_loss="none")
+            return forward_batch(self.config, self.numerics, options, params, rows, batch)
+        facts = token_facts(batch["segment_ids"], batch["weights"])
+        return forward_batch(self.config, self.numerics, self.options, params, rows, batch, facts)
 
     def _backbone(self, params: dict, batch: dict, hidden: Array, notes: dict, weight: Array) -> tuple[Array, dict]:
         objective, router, total = self.objective, notes["router"], self.total

@@ -10,11 +10,8 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.numerics import FLOAT32
 from dsv41_jax.training.batches import batch_shapes
 from dsv41_jax.training.data_settings import DataSettings, SourceSettings
-from dsv41_jax.training.objective import Losses
 from dsv41_jax.training.optimizer_settings import OptimizerSettings
-from dsv41_jax.training.schedule import Schedule
-from dsv41_jax.training.state import trained_parts
-from dsv41_jax.training.step import Trainer
+from dsv41_jax.training.step import make_trainer
 from dsv41_jax.training.train_settings import TrainSettings
 
 
@@ -39,16 +36,12 @@ def abstract_training_step(config: ModelConfig, mesh: Mesh, settings: TrainSetti
     rows = sharding.padded_rows(settings.data.batch, layout)
     data = dataclasses.replace(settings.data, batch=rows)
     shapes = sharding.abstract(config, FLOAT32, mesh)
-    numerics = settings.numerics_at(settings.steps)
-    losses = Losses(config, numerics, settings.options, settings.objective, settings.stage, settings.accumulate)
-    parts = trained_parts(shapes, settings.stage, images=data.images_per_row > 0)
-    schedule = Schedule.of(settings.optimizer, data.batch * data.length)
-    trainer = Trainer(losses, settings.optimizer, schedule, parts, mesh)
+    trainer = make_trainer(dataclasses.replace(settings, data=data), config, shapes, mesh)
     where = sharding.shardings(mesh, sharded_step.ROWS)
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), batch_shapes(data, config, rows)
     )
     state = trainer.abstract_state(shapes)
     return sharded_step.AbstractStep(
-        trainer.step(), (state, batch), ("state", "batch"), (0,), numerics, rows * data.length
+        trainer.step(), (state, batch), ("state", "batch"), (0,), trainer.losses.numerics, rows * data.length
     )

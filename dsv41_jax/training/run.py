@@ -19,14 +19,12 @@ from dsv41_jax.training.evaluation import Evaluation
 from dsv41_jax.training.export import export
 from dsv41_jax.training.log import Log
 from dsv41_jax.training.loop import Loop
-from dsv41_jax.training.objective import Losses
 from dsv41_jax.training.pipeline import Pipeline, open_pipeline
 from dsv41_jax.training.rules import format_rules, rules_table
-from dsv41_jax.training.schedule import Schedule
 from dsv41_jax.training.shards import own_shard
 from dsv41_jax.training.start import Start, find_start
-from dsv41_jax.training.state import TrainState, trained_parts
-from dsv41_jax.training.step import Trainer
+from dsv41_jax.training.state import TrainState
+from dsv41_jax.training.step import Trainer, make_trainer
 from dsv41_jax.training.train_settings import TrainSettings
 
 _log = logging.getLogger(__name__)
@@ -128,18 +126,7 @@ def trainer_of(settings: TrainSettings, start: Start, mesh: Mesh | None) -> Trai
     """What computes the steps of a run; ValueError or ShardingError where settings, model and mesh do not fit."""
     if mesh is not None:
         sharding.check_layout(start.config, sharding.layout_of(mesh))
-    data, optimizer = settings.data, settings.optimizer
-    parts = trained_parts(start.shapes(None), settings.stage, images=data.images_per_row > 0)
-    losses = Losses(
-        start.config,
-        settings.numerics_at(settings.steps),
-        settings.options,
-        settings.objective,
-        settings.stage,
-        settings.accumulate,
-    )
-    schedule = Schedule.of(optimizer, data.batch * data.length)
-    return Trainer(losses, optimizer, schedule, parts, mesh)
+    return make_trainer(settings, start.config, start.shapes(None), mesh)
 
 
 def first_state(

@@ -139,13 +139,7 @@ def update_rows(
     mixed = old + (1 - beta) * (1 + beta) / beta**2 * gradients  # A / beta^2, which decays to A / beta
     momentum = momentum.at[ids].set(mixed.astype(momentum.dtype), mode="drop")
     momentum, norms = _decayed(momentum, decay, tile)
-    mean = total(jnp.sum(norms)) / (rows or share)
-    # The first row step: of A / beta instead of A, so epsilon is divided likewise.
-    kept = norms > settings.sinkhorn_threshold * mean
-    row = jnp.where(kept, _inverse(norms, settings.epsilon / beta), 0.0)
-    row, column = _balance(momentum, row, total, settings, tile)
-    scale = rate * settings.table_rate * settings.update_rms * width**0.5
-    table = _moved(table, momentum, row, column, scale, settings, tile)
+    table = _stepped(table, momentum, norms, rate, rows or share, total, settings, tile)
     new = decay * old + (1 - beta) * gradients
     # That these rows depend on the moved table orders them after the last look at the momentum: the compiler would copy
     # it to be free of that order.
@@ -195,12 +189,27 @@ def update_visited_rows(
     momentum, _ = _decayed(momentum, decay, tile)
     momentum = visit(added(1 - beta + extra), momentum)
     momentum, norms = _decayed(momentum, jnp.float32(1), tile)
-    kept = norms > settings.sinkhorn_threshold * total(jnp.sum(norms)) / rows
-    row = jnp.where(kept, _inverse(norms, settings.epsilon / beta), 0.0)
-    row, column = _balance(momentum, row, total, settings, tile)
-    scale = rate * settings.table_rate * settings.update_rms * width**0.5
-    table = _moved(table, momentum, row, column, scale, settings, tile)
+    table = _stepped(table, momentum, norms, rate, rows, total, settings, tile)
     return table, visit(added(-extra), momentum)
+
+
+def _stepped(
+    table: Array,
+    x: Array,
+    norms: Array,
+    rate: Array,
+    rows: int,
+    total: Callable[[Array], Array],
+    settings: OptimizerSettings,
+    tile: int,
+) -> Array:
+    """The table after a step by x = A / beta, whose rows have these norms; `rows` is how many all devices have."""
+    kept = norms > settings.sinkhorn_threshold * (total(jnp.sum(norms)) / rows)
+    # The first row step: of A / beta instead of A, so epsilon is divided likewise.
+    row = jnp.where(kept, _inverse(norms, settings.epsilon / settings.sinkhorn_momentum), 0.0)
+    row, column = _balance(x, row, total, settings, tile)
+    scale = rate * settings.table_rate * settings.update_rms * table.shape[1] ** 0.5
+    return _moved(table, x, row, column, scale, settings, tile)
 
 
 def _over_tiles(rows: int, tile: int, body: Callable[[Array, Array, Any], Any], carry: Any) -> Any:

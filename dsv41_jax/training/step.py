@@ -22,9 +22,10 @@ from dsv41_jax.training.optimizer import clip_factor, global_norm, make_optimize
 from dsv41_jax.training.optimizer_settings import OptimizerSettings
 from dsv41_jax.training.schedule import Schedule
 from dsv41_jax.training.spikes import judge, keep
-from dsv41_jax.training.state import TrainState, merge, new_state, split, state_shardings
+from dsv41_jax.training.state import TrainState, merge, new_state, split, state_shardings, trained_parts
 from dsv41_jax.training.table_rounds import fetch_rows
-from dsv41_jax.training.table_step import gathers, sparse_norm, table_gradients, update_table
+from dsv41_jax.training.table_step import gathers, sparse_norm, table_gradients, table_spec, update_table
+from dsv41_jax.training.train_settings import TrainSettings
 
 Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
 
@@ -209,25 +210,44 @@ class Trainer:
     def _rows(self, table: Array, ids: Array) -> Array:
         if self.mesh is None:
             return gather_rows({"weight": table}, ids, FLOAT32)
-        specs = sharding.param_specs({"engram": {"l0": {"embed": {"weight": table}}}}, sharding.layout_of(self.mesh))
-
-        together = gathers(self, ids.size, table.shape[1])
+        together = gathers(ids.size, table.shape[1])
 
         def local(table: Array, ids: Array) -> Array:
             if not together:
                 return fetch_rows(self.parallel, table, ids)
             return gather_rows({"weight": table}, ids, FLOAT32.spread(self.parallel))
 
-        of_table = specs["engram"]["l0"]["embed"]["weight"]
         rows = sharded_step.ROWS
-        return jax.shard_map(local, mesh=self.mesh, in_specs=(of_table, rows), out_specs=rows, check_vma=False)(
-            table, ids
-        )
+        specs = (table_spec(self.mesh, table), rows)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=rows, check_vma=False)(table, ids)
 
     def table_rows(self, name: str) -> int:
         """Rows of the Engram table of a layer, without padding."""
         layout = engram_layout(self.config)
         return layout.table_rows[layout.layer_ids.index(int(name.removeprefix("l")))]
+
+
+def make_trainer(settings: TrainSettings, config: ModelConfig, params: dict, mesh: Mesh | None) -> Trainer:
+    """The trainer of a run, in the numerics of its last step.
+
+    Args:
+        params: the parameters or their shapes. mesh: one that suits the model.
+
+    Raises:
+        ValueError: settings that do not suit the model or each other.
+    """
+    data = settings.data
+    losses = Losses(
+        config,
+        settings.numerics_at(settings.steps),
+        settings.options,
+        settings.objective,
+        settings.stage,
+        settings.accumulate,
+    )
+    parts = trained_parts(params, settings.stage, images=data.images_per_row > 0)
+    schedule = Schedule.of(settings.optimizer, data.batch * data.length)
+    return Trainer(losses, settings.optimizer, schedule, parts, mesh)
 
 
 DISPATCH = "all_to_all"  # how tokens reach experts of other devices

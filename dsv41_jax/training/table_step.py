@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 from dsv41_jax import sharded_step, sharding
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
 GATHER_BYTES = 64 << 20  # of the gradients of all devices together; more travel in rounds
 
 
-def gathers(trainer: "Trainer", ids: int, width: int) -> bool:
+def gathers(ids: int, width: int) -> bool:
     """Whether every device is given all row gradients of a step, `ids` of them on all devices together."""
     return 4 * ids * width <= GATHER_BYTES
+
+
+def table_spec(mesh: Mesh, table: Array) -> Spec:
+    """Where a table (padded) lies on a mesh, its momentum likewise."""
+    return sharding.spec_of("table", ("memory",), table.shape, sharding.layout_of(mesh))
 
 
 def table_gradients(memory: dict[str, Array], by_row: dict[str, Array], parts: int) -> dict[str, tuple[Array, Array]]:
@@ -61,7 +67,7 @@ def sparse_norm(trainer: "Trainer", name: str, ids: Array, gradients: Array) -> 
     if trainer.mesh is None:
         return jnp.sum(jnp.square(sum_duplicates(*_flat(ids, gradients), rows)[1]))
     share = -(-rows // trainer.mesh.size)
-    together = gathers(trainer, ids.size, gradients.shape[-1])
+    together = gathers(ids.size, gradients.shape[-1])
 
     def local(ids: Array, gradients: Array) -> Array:
         if not together:
@@ -90,7 +96,7 @@ def update_table(
     if trainer.mesh is None:
         return update_rows(table, momentum, *_flat(ids, gradients), rate, settings, apply=taken)
 
-    together = gathers(trainer, ids.size, gradients.shape[-1])
+    together = gathers(ids.size, gradients.shape[-1])
 
     def local(table: Array, momentum: Array, ids: Array, gradients: Array, rate: Array, taken: Array):
         if not together:
@@ -112,7 +118,7 @@ def update_table(
             apply=taken,
         )
 
-    where = sharding.spec_of(name, ("memory",), table.shape, sharding.layout_of(trainer.mesh))
+    where = table_spec(trainer.mesh, table)
     by_rows = sharded_step.ROWS
     step = jax.shard_map(
         local,
